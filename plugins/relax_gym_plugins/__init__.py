@@ -1,0 +1,26 @@
+"""Built-in samplers and trackers."""
+
+from relax_gym.hookspecs import hookimpl
+from relax_gym.registry import Component
+
+
+@hookimpl
+def register_samplers() -> dict[str, Component]:
+    """The built-in samplers."""
+    return {
+        "local": Component(
+            factory="relax_gym_plugins.samplers.local.sampler:LocalSampler",
+            options="relax_gym_plugins.samplers.local.options:LocalSamplerOptions",
+        )
+    }
+
+
+@hookimpl
+def register_trackers() -> dict[str, Component]:
+    """The built-in trackers."""
+    return {
+        "tensorboard": Component(
+            factory="relax_gym_plugins.trackers.tensorboard:TensorBoardTracker",
+            options="relax_gym_plugins.trackers.tensorboard:TensorBoardOptions",
+        )
+    }

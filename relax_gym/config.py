@@ -1,0 +1,280 @@
+"""One TOML file → frozen models. Nothing heavy is imported to read and check a config."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from relax_gym.errors import ConfigError, suggestion
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A part of the config whose keys are all known here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PluginSection(BaseModel):
+    """A part of the config that names a plugin; all other keys are that plugin's options."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the name."""
+        return dict(self.model_extra or {})
+
+
+class ModelConfig(Section):
+    """`[model]`: which language model."""
+
+    name: str = Field(description="local folder, Hugging Face hub id, or 'tiny-qwen3' (built in code from kwargs)")
+    revision: str | None = None
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="options of a model that is built in code")
+    trust_remote_code: bool = False
+
+
+class EnvConfig(Section):
+    """`[[env]]`: one environment of the mixture."""
+
+    id: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    weight: float = Field(1.0, gt=0)
+
+
+class RewardConfig(Section):
+    """`[[reward]]`: one term of the weighted sum. The default is the env's own reward."""
+
+    name: str
+    weight: float = 1.0
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class ChatConfig(Section):
+    """`[chat]`: how messages become token ids."""
+
+    template: str | None = Field(
+        None, description="a Jinja chat template (or a path to one) instead of the tokenizer's"
+    )
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    strip_thinking: bool = Field(True, description="hide <think>…</think> from the environment")
+    tool_role: Literal["tool", "user"] = Field("tool", description="role that tool results are rendered with")
+
+
+class RolloutConfig(Section):
+    """`[rollout]`: how episodes are played."""
+
+    max_turns: int = Field(8, ge=1)
+    max_new_tokens: int = Field(256, ge=1, description="most tokens of one turn's answer")
+    token_budget: int | None = Field(
+        None, ge=2, description="most tokens of an episode's context; default: the model's"
+    )
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: tuple[str, ...] = ()
+    step_timeout: float = Field(60.0, gt=0, description="seconds one reset or step of an env may take")
+    episode_timeout: float = Field(1800.0, gt=0, description="seconds one episode may take")
+    reward_timeout: float = Field(60.0, gt=0, description="seconds one reward may take")
+
+
+class TrainConfig(Section):
+    """`[train]`: the loop."""
+
+    steps: int = Field(ge=0)
+    groups_per_step: int = Field(ge=1)
+    group_size: int = Field(ge=1)
+    max_staleness: int = Field(0, ge=0, description="0 is exactly on-policy; more lets rollouts run ahead of training")
+    max_empty_steps: int = Field(5, ge=1, description="steps in a row without any trainable token before the run stops")
+    max_replacements: int = Field(
+        16, ge=0, description="how often one dropped group is replaced before its slot stays empty"
+    )
+
+
+class EvalConfig(Section):
+    """`[eval]`: held-out episodes, their seeds disjoint from training's."""
+
+    every: int = Field(0, ge=0, description="steps between evaluations; 0 only before and after training")
+    episodes: int = Field(0, ge=0, description="episodes of each env; 0 turns evaluation off")
+    greedy: bool = True
+
+
+class CheckpointConfig(Section):
+    """`[checkpoint]`: what is kept on disk."""
+
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0 only at the end")
+    keep: int = Field(2, ge=1, description="how many of the newest stay")
+
+
+class WarmupConfig(Section):
+    """`[warmup]`: supervised steps on the env's own expert before RL."""
+
+    steps: int = Field(ge=1)
+    episodes_per_step: int = Field(32, ge=1)
+    lr: float = Field(2e-3, gt=0)
+    expert_probability: float = Field(1.0, ge=0, le=1, description="else a random legal action: an imperfect expert")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    seed: int = Field(0, ge=0, lt=2**31)
+    run_dir: str = "runs/default"
+    threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
+    model: ModelConfig
+    env: tuple[EnvConfig, ...] = Field(min_length=1)
+    reward: tuple[RewardConfig, ...] = (RewardConfig(name="env"),)
+    chat: ChatConfig = ChatConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampler: PluginSection = PluginSection(name="local")
+    algorithm: PluginSection = PluginSection(name="grpo")
+    learner: PluginSection = PluginSection(name="torch")
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    trackers: tuple[PluginSection, ...] = (PluginSection(name="tensorboard"),)
+    warmup: WarmupConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> RunConfig:
+        names = [reward.name for reward in self.reward]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"reward names are {names}; give at least one and each only once")
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, apply `dotted.key=value` overrides, check everything that needs no model.
+
+    Raises:
+        ConfigError: names the file, key, value, what is allowed and the nearest key.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _set(data, override)
+    return parse_config(data, source=str(path))
+
+
+def parse_config(data: Mapping[str, Any], *, source: str = "config") -> RunConfig:
+    """Check a config that is already a mapping. See `load_config`."""
+    config = validate(RunConfig, data, source=source)
+    _check_plugins(config, source)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The config as TOML, every default written out. `parse_config(tomllib.loads(dump_config(c))) == c`."""
+    import tomli_w
+
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def plugin_options(section: PluginSection, model: type[ModelT], *, source: str, key: str) -> ModelT:
+    """A plugin's options, checked by its own model."""
+    return validate(model, section.options, source=source, prefix=key)
+
+
+def validate(model: type[ModelT], data: Mapping[str, Any], *, source: str, prefix: str = "") -> ModelT:
+    """Build a pydantic model; on bad input raise ConfigError with one line for each fault."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(model, fault, prefix) for fault in error.errors()]
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+
+def _explain(model: type[BaseModel], fault: Any, prefix: str) -> str:
+    location = [str(part) for part in fault["loc"]]
+    key = ".".join(filter(None, [prefix, *location])) or "config"
+    if fault["type"] == "extra_forbidden":
+        known = _keys_at(model, fault["loc"][:-1])
+        return f"unknown key {key!r} (value {fault['input']!r}){suggestion(location[-1], known)}"
+    if fault["type"] == "missing":
+        return f"key {key!r} is missing; it is required"
+    message = fault["msg"].removeprefix("Value error, ")
+    value = "" if isinstance(fault["input"], Mapping) else f" = {fault['input']!r}"
+    return f"{key}{value}: {message}"
+
+
+def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation: Any = model.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)
+
+
+def _set(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {override!r} is malformed; write --set section.key=value")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    node: Any = data
+    *parents, last = key.strip().split(".")
+    for part in parents:
+        if isinstance(node, list):
+            node = _item(node, part, override)
+        else:
+            node = node.setdefault(part, {})
+        if not isinstance(node, (dict, list)):
+            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+    if isinstance(node, list):
+        _item(node, last, override)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _item(node: list[Any], index: str, override: str) -> Any:
+    if not index.isdigit() or int(index) >= len(node):
+        raise ConfigError(f"--set {override!r}: {index!r} is not an index of a list of {len(node)}")
+    return node[int(index)]
+
+
+def _check_plugins(config: RunConfig, source: str) -> None:
+    """Every name is registered, every option is one the plugin knows; nothing heavy is imported for that."""
+    from relax_gym.plugins import plugins
+    from relax_gym.registry import check_kwargs, spec
+
+    table = plugins()
+    try:
+        for env in config.env:
+            found = spec(env.id)
+            check_kwargs("env", env.id, found.load(), {**found.kwargs, **env.kwargs})
+        for reward in config.reward:
+            check_kwargs("reward", reward.name, table.get("reward", reward.name), reward.kwargs)
+        algorithm = plugin_options(
+            config.algorithm, table.get("algorithm", config.algorithm.name), source=source, key="algorithm"
+        )
+        sections = [("sampler", config.sampler), ("learner", config.learner)]
+        for kind, section in [*sections, *(("tracker", tracker) for tracker in config.trackers)]:
+            component = table.get(kind, section.name)
+            plugin_options(section, component.load_options(), source=source, key=kind)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{source}: {error}") from error
+    if config.train.group_size == 1 and algorithm.needs_group:
+        raise ConfigError(
+            f"{source}: train.group_size = 1: {config.algorithm.name} compares the episodes of a group, so it needs 2 or more"
+        )

@@ -1,0 +1,172 @@
+"""Names → things. One table for each kind; filled by plugins, asked by everybody else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from relax_gym.errors import ConfigError, PluginError, UnknownNameError, suggestion
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from relax_gym.env import Env
+
+ENV_ID = re.compile(r"^[\w-]+/[\w-]+-v\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """A registered environment: its id, where its class is, and default constructor arguments."""
+
+    id: str
+    entry_point: str | Callable[..., Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not ENV_ID.match(self.id):
+            raise PluginError(f"env id {self.id!r} is malformed; ids look like 'namespace/Name-v0'")
+
+    def load(self) -> Callable[..., Any]:
+        """The env class (or factory), imported."""
+        factory: Callable[..., Any] = load(self.entry_point)
+        return factory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """A replaceable part of a run: what builds it, and the pydantic model of its options."""
+
+    factory: str | Callable[..., Any]
+    options: str | type[BaseModel]
+
+    def load_options(self) -> type[BaseModel]:
+        """The options model, imported."""
+        model: type[BaseModel] = load(self.options)
+        return model
+
+
+class Registry:
+    """One kind's table."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._values: dict[str, Any] = {}
+        self._sources: dict[str, str] = {}
+
+    def add(self, name: str, value: Any, source: str) -> None:
+        """Claim a name. Raises PluginError naming both claimants when it is taken."""
+        if name in self._values:
+            raise PluginError(
+                f"{self.kind} {name!r} is registered twice: by {self._sources[name]} and by {source}; rename one"
+            )
+        self._values[name], self._sources[name] = value, source
+
+    def get(self, name: str) -> Any:
+        """The value under a name, imported if it was given as a string.
+
+        Raises:
+            UnknownNameError: nobody registered it; the message suggests the nearest name.
+        """
+        if name not in self._values:
+            raise UnknownNameError(self.kind, name, self._values)
+        return load(self._values[name])
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._values)
+
+    def source(self, name: str) -> str:
+        """Which distribution registered the name."""
+        return self._sources[name]
+
+
+def load(target: Any) -> Any:
+    """Import `"module:attribute"`; anything that is not a string is returned as it is."""
+    if not isinstance(target, str):
+        return target
+    module, _, attribute = target.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"cannot load {target!r}: {error}; it must be 'module:attribute'") from error
+    return value
+
+
+def check_kwargs(kind: str, name: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments the factory does not take, before it is called."""
+    signature = inspect.signature(factory)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    known = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for key in kwargs:
+        if key not in known and not accepts_any:
+            raise ConfigError(f"{kind} {name!r} takes no argument {key!r}{suggestion(key, known)}")
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r}: {error}; it takes {', '.join(known) or 'no arguments'}") from error
+
+
+def _envs() -> Registry:
+    from relax_gym.plugins import plugins
+
+    return plugins().envs
+
+
+def register(id: str, entry_point: str | Callable[..., Any], **kwargs: Any) -> None:
+    """Register an environment from code: `register("me/Echo-v0", EchoEnv)`. Plugins use the `register_envs` hook."""
+    spec = EnvSpec(id=id, entry_point=entry_point, kwargs=kwargs)
+    _envs().add(id, spec, "relax_gym.register")
+    add_to_gymnasium(spec)
+
+
+def spec(id: str) -> EnvSpec:
+    """The EnvSpec of an id. Raises UnknownNameError suggesting the nearest id."""
+    found: EnvSpec = _envs().get(id)
+    return found
+
+
+def list_envs() -> list[str]:
+    """All environment ids, sorted."""
+    return _envs().names()
+
+
+def make(id: str, **kwargs: Any) -> Env:
+    """Build an environment, not wrapped in anything. `kwargs` go to its constructor.
+
+    Raises:
+        UnknownNameError: no such id.
+        ConfigError: an argument the environment does not take.
+    """
+    import gymnasium
+
+    found = spec(id)
+    factory = found.load()
+    arguments = {**found.kwargs, **kwargs}
+    check_kwargs("env", id, factory, arguments)
+    env: Env = factory(**arguments)
+    if env.spec is None:
+        env.spec = gymnasium.envs.registration.EnvSpec(id, entry_point=found.entry_point, kwargs=arguments)
+    return env
+
+
+def add_to_gymnasium(spec: EnvSpec) -> None:
+    """Make `gymnasium.make(spec.id)` work."""
+    import gymnasium
+
+    if spec.id not in gymnasium.registry:
+        gymnasium.register(id=spec.id, entry_point=spec.entry_point, kwargs=dict(spec.kwargs))
+
+
+def register_with_gymnasium() -> None:
+    """Entry point of Gymnasium's own plugin group: every registered env is known to `gymnasium.make`."""
+    from relax_gym.plugins import plugins
+
+    for name in plugins().envs.names():
+        add_to_gymnasium(plugins().envs.get(name))

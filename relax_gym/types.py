@@ -1,0 +1,213 @@
+"""The data that flows through a run. Everything is frozen and checks its own lengths where it is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Message = dict[str, Any]
+"""`{"role": str, "content": str | list[part]}` in the Hugging Face chat form."""
+
+Tool = dict[str, Any]
+"""A JSON-schema function tool, `{"type": "function", "function": {...}}`."""
+
+
+class FinishReason(StrEnum):
+    """Why the sampler stopped a completion."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. Exactly one holds for every episode."""
+
+    ENV_DONE = "env_done"
+    ENV_TRUNCATED = "env_truncated"
+    MAX_TURNS = "max_turns"
+    TOKEN_BUDGET = "token_budget"
+    LENGTH = "length"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    TIMEOUT = "timeout"
+    ABORT = "abort"
+    ERROR = "error"
+
+    @property
+    def truncated(self) -> bool:
+        """Whether something other than the task itself ended the episode."""
+        return self is not StopReason.ENV_DONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a sampler returns: ids, the log-prob of each at the sampling temperature, and the version that sampled it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    routed_experts: NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"completion is not one bundle: {len(self.token_ids)} token ids, {len(self.logprobs)} log-probs, "
+                f"{len(self.versions)} versions; a sampler must return one of each per token"
+            )
+        if any(math.isnan(value) for value in self.logprobs):
+            raise ValueError("completion has NaN log-probs; the sampler's model is broken (bad weights or dtype)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One exchange: what the env said, what was fed to the model since the last turn, and what the model answered.
+
+    `context_ids` are the ids fed after the previous completion; when `new_segment` they are the whole prompt.
+    `reward` is None when the env never answered this turn.
+    """
+
+    observation: tuple[Message, ...]
+    context_ids: tuple[int, ...]
+    completion: Completion
+    text: str
+    action: str
+    reward: float | None = None
+    new_segment: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+    sample_seconds: float = 0.0
+    env_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeError:
+    """What went wrong in one episode, with all that is needed to reproduce it."""
+
+    env_id: str
+    seed: int
+    turn: int
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What one group of episodes plays: env id, constructor kwargs, Gymnasium seed, reset options."""
+
+    env_id: str
+    seed: int
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One finished episode. `rewards` maps reward name to its weighted score; None in it means it could not score."""
+
+    task: Task
+    episode_id: str
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    final_observation: tuple[Message, ...] = ()
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    error: EpisodeError | None = None
+
+    @property
+    def env_return(self) -> float:
+        """Sum of the rewards the env gave."""
+        return float(sum(turn.reward or 0.0 for turn in self.turns))
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the weighted scores, or None when the episode could not be scored."""
+        scores = list(self.rewards.values())
+        if not scores or any(score is None or not math.isfinite(score) for score in scores):
+            return None
+        return float(sum(score for score in scores if score is not None))
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation, the model's turns as assistant messages."""
+        out: list[Message] = []
+        for turn in self.turns:
+            out += [*turn.observation, {"role": "assistant", "content": turn.text}]
+        return out + list(self.final_observation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingSample:
+    """A token sequence the model really saw, ready for a learner.
+
+    All arrays have length T. `loss_mask` is 1 where the policy sampled the token. `logprobs` are the sampler's, 0 where
+    the mask is 0. `versions` is the policy version that sampled the token, -1 where the mask is 0. `turn_spans` are
+    half-open [start, end) ranges of the sampled tokens, one for each turn. `advantages` is 0 where the mask is 0.
+    """
+
+    episode_id: str
+    group_id: str
+    env_id: str
+    segment: int
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.int8]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    advantages: NDArray[np.float32]
+    turn_spans: tuple[tuple[int, int], ...]
+    turn_rewards: tuple[float, ...]
+    reward: float | None
+    stop_reason: StopReason
+    routed_experts: NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        expected = self.token_ids.shape
+        for name in ("loss_mask", "logprobs", "versions", "advantages"):
+            shape = getattr(self, name).shape
+            if shape != expected:
+                raise ValueError(f"{name} has shape {shape}, token_ids {expected}; they must be equal")
+        if sum(end - start for start, end in self.turn_spans) != int(self.loss_mask.sum()):
+            raise ValueError("turn_spans do not cover exactly the tokens of loss_mask")
+        if len(self.turn_spans) != len(self.turn_rewards):
+            raise ValueError(f"{len(self.turn_spans)} turn spans but {len(self.turn_rewards)} turn rewards")
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens the policy sampled here."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """G finished episodes of one task. Group order equals sample index order."""
+
+    group_id: str
+    slot: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """Shape [G]; NaN where an episode could not be scored."""
+        return np.array([math.nan if t.reward is None else t.reward for t in self.trajectories], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """What a learner trains on in one step, at policy version `version`."""
+
+    version: int
+    samples: Sequence[TrainingSample]
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens with loss mask 1 in the whole (global) batch."""
+        return sum(sample.trained_tokens for sample in self.samples)
+
+
+Metrics = dict[str, float]

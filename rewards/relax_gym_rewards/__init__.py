@@ -1,0 +1,15 @@
+"""Built-in rewards, one in a file."""
+
+from relax_gym.hookspecs import hookimpl
+
+
+@hookimpl
+def register_rewards() -> dict[str, str]:
+    """The built-in rewards."""
+    return {
+        "env": "relax_gym_rewards.env_return:EnvReturn",
+        "exact_match": "relax_gym_rewards.exact_match:ExactMatch",
+        "numeric": "relax_gym_rewards.numeric:Numeric",
+        "math": "relax_gym_rewards.math:Math",
+        "turn_penalty": "relax_gym_rewards.turn_penalty:TurnPenalty",
+    }
