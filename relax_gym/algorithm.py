@@ -87,7 +87,7 @@ class Algorithm(BaseModel):
         """
 
     def batch_advantages(self, advantages: FloatArray, token_counts: NDArray[np.int64]) -> FloatArray:
-        """Advantages [B] of all samples of the global batch, before training; `token_counts` [B]. Identity by default."""
+        """Advantages [B] of all samples of the global batch, given their `token_counts` [B]; identity by default."""
         return advantages
 
     @abstractmethod

@@ -47,6 +47,7 @@ class EnvConfig(Section):
 
     id: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    eval_kwargs: dict[str, Any] = Field(default_factory=dict, description="replace some kwargs in evaluation")
     weight: float = Field(1.0, gt=0)
 
 
@@ -221,14 +222,19 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]
     return list(model.model_fields)
 
 
+def parse_value(text: str) -> Any:
+    """A value as typed on the command line: TOML when it is, else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def _set(data: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"--set {override!r} is malformed; write --set section.key=value")
-    try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+    value = parse_value(text)
     node: Any = data
     *parents, last = key.strip().split(".")
     for part in parents:
@@ -276,5 +282,5 @@ def _check_plugins(config: RunConfig, source: str) -> None:
         raise ConfigError(f"{source}: {error}") from error
     if config.train.group_size == 1 and algorithm.needs_group:
         raise ConfigError(
-            f"{source}: train.group_size = 1: {config.algorithm.name} compares the episodes of a group, so it needs 2 or more"
+            f"{source}: train.group_size = 1: {config.algorithm.name} compares the episodes of a group; give 2 or more"
         )

@@ -21,6 +21,7 @@ class RunContext:
     run_dir: Path
     model_path: Path
     tokenizer: PreTrainedTokenizerBase
+    start_step: int = 0
 
 
 class Tracker(Protocol):

@@ -103,7 +103,7 @@ def _check_content(index: int, message: Mapping[str, Any]) -> None:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PARTS or part.get(kind) is None:
             raise EnvError(
-                f"message {index} has part {part!r:.100}; a part is {{'type': T, T: value}} with T in {', '.join(PARTS)}"
+                f"message {index} has part {part!r:.100}; a part is {{'type': T, T: value}}, T one of {', '.join(PARTS)}"
             )
 
 
@@ -114,8 +114,8 @@ class Env(gymnasium.Env[list[Message], str]):
         tools: JSON-schema tools the chat template shows to the model.
         thread_affinity: True when every call must come from one thread (browser drivers, session locks).
 
-    Optional methods: `expert_action()` says what a scripted expert would do now, `random_action()` any legal action (both
-    used by `[warmup]` and by tests); `get_state()` / `set_state(state)` make episodes resumable; the class method
+    Optional methods: `expert_action()` says what a scripted expert would do now, `random_action()` any legal action
+    (both used by `[warmup]` and by tests); `get_state()` / `set_state(state)` make episodes resumable; the class method
     `tasks(**kwargs)` returns one `reset` options mapping for each row of a data set.
     """
 
@@ -128,7 +128,7 @@ class Env(gymnasium.Env[list[Message], str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Begin an episode: (messages, info). The same seed and options give the same episode for the same actions.
+        """Begin an episode: (messages, info). Same seed, options and actions give the same episode.
 
         Call `super().reset(seed=seed)` first: it seeds `self.np_random` and `self.rng`.
         """

@@ -1,7 +1,7 @@
 """The hooks a plugin may implement. Pluggy project name and entry-point group: `relax_gym`.
 
-`register_*` hooks return a mapping from name to a value or to the string `"module:attribute"`, which is imported only when
-the name is used. Observers return nothing; an observer that raises ends the run, because it is part of the run.
+`register_*` hooks return a mapping from name to a value or to the string `"module:attribute"`, which is imported only
+when the name is used. Observers return nothing; an observer that raises ends the run, because it is part of the run.
 """
 
 from __future__ import annotations
@@ -82,6 +82,16 @@ def on_run_start(context: RunContext) -> None:
 @hookspec
 def on_episode_end(step: int, trajectory: Trajectory, evaluation: bool) -> None:
     """An episode is finished and scored. `step` is the optimizer step it was sampled for."""
+
+
+@hookspec
+def on_warmup_step(step: int, metrics: Metrics) -> None:
+    """A supervised step on the env's expert is done (1-based)."""
+
+
+@hookspec
+def on_evaluation(step: int, metrics: Metrics) -> None:
+    """The held-out episodes were played with the policy after `step` optimizer steps."""
 
 
 @hookspec

@@ -42,5 +42,5 @@ class Learner(ABC):
     def load(self, folder: Path) -> None:
         """Take weights and state from a folder that `export` and `save_state` wrote."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most learners have nothing to free)
         """Free devices and processes. Idempotent."""

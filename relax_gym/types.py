@@ -47,7 +47,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a sampler returns: ids, the log-prob of each at the sampling temperature, and the version that sampled it."""
+    """What a sampler returns: ids, each one's log-prob at the sampling temperature, and the version that sampled it."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -1,0 +1,133 @@
+"""Logits → tokens and log-probs, all rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_gym.sampler import SamplingParams
+
+BLOCK = 256
+
+
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position): splitmix64's finalizer, applied twice to mix both."""
+    with np.errstate(over="ignore"):
+        return (_mix(_mix(seeds) + positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+class BatchParams:
+    """The sampling parameters of a batch, as tensors; built once for as long as the batch stays the same."""
+
+    def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self.seeds = np.array(seeds, dtype=np.uint64)
+        self.greedy = [row for row, p in enumerate(params) if p.temperature == 0]
+        self.biased = [row for row, p in enumerate(params) if p.logit_bias]
+        self.filtered = [
+            row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p)
+        ]
+        self.bias = [params[row].logit_bias for row in self.biased]
+        chosen = [params[row] for row in self.filtered]
+        self.top_k = torch.tensor([[p.top_k or 2**62] for p in chosen], device=device)
+        self.top_p = torch.tensor([[p.top_p] for p in chosen], dtype=torch.float64, device=device)
+        self.min_p = torch.tensor([[p.min_p] for p in chosen], device=device)
+        temperatures = [p.temperature or 1.0 for p in params]
+        self.temperature = (
+            None if set(temperatures) == {1.0} else torch.tensor(temperatures, device=device).unsqueeze(1)
+        )
+
+
+def sample(logits: Tensor, positions: NDArray[np.uint64], batch: BatchParams) -> tuple[list[int], list[float]]:
+    """Choose one token for each row of `logits` [n, vocabulary].
+
+    `positions` [n] are the places the new tokens take in their contexts; with the row's seed they choose the uniform
+    number whose inverse in the row's cumulative distribution is the token. The log-probs are those of the whole
+    distribution at the row's temperature, whatever filter chose the token.
+    """
+    scores = logits.float()
+    if batch.temperature is not None:
+        scores = scores / batch.temperature
+    peak = scores.amax(dim=1, keepdim=True)
+    weights = (scores - peak).exp_()
+    sums = _blocks(weights).sum(dim=2, dtype=torch.float64)
+    log_total = sums.sum(dim=1).log()
+    chosen = scores
+    if batch.biased:
+        chosen = _biased(scores, batch)
+        weights[batch.biased] = (chosen[batch.biased] - chosen[batch.biased].amax(dim=1, keepdim=True)).exp_()
+    if batch.filtered:
+        weights[batch.filtered] = _filter(weights[batch.filtered], batch)
+    if batch.biased or batch.filtered:
+        sums = _blocks(weights).sum(dim=2, dtype=torch.float64)
+    numbers = torch.from_numpy(uniform(batch.seeds, positions)).to(logits.device)
+    tokens = _inverse_cdf(weights, sums, numbers)
+    if batch.greedy:
+        tokens[batch.greedy] = chosen[batch.greedy].argmax(dim=1)
+    picked = scores.gather(1, tokens.unsqueeze(1)).double()
+    logprobs = (picked - peak).squeeze(1) - log_total
+    return tokens.tolist(), logprobs.tolist()
+
+
+def _blocks(weights: Tensor) -> Tensor:
+    """View [n, vocabulary] as [n, blocks, BLOCK], padded with zeros where needed."""
+    missing = -weights.shape[1] % BLOCK
+    if missing:
+        weights = torch.nn.functional.pad(weights, (0, missing))
+    return weights.view(weights.shape[0], -1, BLOCK)
+
+
+def _inverse_cdf(weights: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds `number` × total: first its block, then the token in the block."""
+    rows = torch.arange(weights.shape[0], device=weights.device)
+    block, before = _first_above(sums, numbers * sums.sum(dim=1))
+    inside = _blocks(weights)[rows, block].double()
+    token, _ = _first_above(inside, before)
+    return block * BLOCK + token
+
+
+def _first_above(parts: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row the first index whose cumulative sum exceeds `target`, and what of `target` is left for it.
+
+    The target is kept below the total, so that the index always has a positive part, whatever the rounding.
+    """
+    cumulative = parts.cumsum(dim=1)
+    below = torch.nextafter(cumulative[:, -1], torch.zeros_like(target))
+    target = torch.minimum(target, below).unsqueeze(1)
+    index = (cumulative <= target).sum(dim=1, keepdim=True)
+    left = target - cumulative.gather(1, index) + parts.gather(1, index)
+    return index.squeeze(1), left.clamp_(min=0).squeeze(1)
+
+
+def _biased(scores: Tensor, batch: BatchParams) -> Tensor:
+    scores = scores.clone()
+    for row, bias in zip(batch.biased, batch.bias, strict=True):
+        ids = torch.tensor(list(bias), device=scores.device)
+        values = torch.tensor(list(bias.values()), device=scores.device)
+        if batch.temperature is not None:
+            values = values / batch.temperature[row]
+        scores[row, ids] += values
+    return scores
+
+
+def _filter(weights: Tensor, batch: BatchParams) -> Tensor:
+    """Zero what top-k, then top-p of the rest, then min-p exclude. The likeliest token always stays."""
+    ordered, order = weights.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(weights.shape[1], device=weights.device)
+    ordered = ordered.masked_fill(rank >= batch.top_k, 0)
+    mass = ordered.double().cumsum(dim=1)
+    outside = (mass - ordered) >= batch.top_p * mass[:, -1:]
+    outside |= ordered < batch.min_p * ordered[:, :1]
+    outside[:, 0] = False
+    return torch.zeros_like(weights).scatter_(1, order, ordered.masked_fill_(outside, 0))

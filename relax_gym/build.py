@@ -1,0 +1,93 @@
+"""Config → the parts of a run, built in the order that lets the cheapest mistake surface first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_gym.algorithm import Algorithm
+from relax_gym.chat import ChatRenderer
+from relax_gym.config import PluginSection, RunConfig, plugin_options
+from relax_gym.context import RunContext, Tracker
+from relax_gym.learner import Learner
+from relax_gym.models import load_tokenizer, resolve_model
+from relax_gym.play import Player
+from relax_gym.plugins import plugins
+from relax_gym.registry import load
+from relax_gym.sampler import Sampler
+from relax_gym.scoring import WeightedReward
+from relax_gym.tasks import TaskSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop is made of. The sampler is not started and nothing has been published yet."""
+
+    context: RunContext
+    renderer: ChatRenderer
+    tasks: TaskSource
+    algorithm: Algorithm
+    rewards: tuple[WeightedReward, ...]
+    sampler: Sampler
+
+    def player(self) -> Player:
+        """Plays episodes with these parts."""
+        return Player(
+            sampler=self.sampler, renderer=self.renderer, rewards=self.rewards, config=self.context.config.rollout
+        )
+
+
+def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | None = None) -> Parts:
+    """Everything but learner and trackers, which evaluation does without. `model_path` overrides `config.model`."""
+    if config.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.threads)
+    tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
+    path = model_path or resolve_model(config.model)
+    tokenizer = load_tokenizer(path)
+    context = RunContext(
+        config=config, run_dir=Path(config.run_dir), model_path=path, tokenizer=tokenizer, start_step=start_step
+    )
+    sampler: Sampler = build_component("sampler", config.sampler, context)
+    return Parts(
+        context=context,
+        renderer=ChatRenderer(tokenizer, config.chat),
+        tasks=tasks,
+        algorithm=build_algorithm(config),
+        rewards=build_rewards(config),
+        sampler=sampler,
+    )
+
+
+def build_algorithm(config: RunConfig) -> Algorithm:
+    """The algorithm named in the config with its options."""
+    options: type[Algorithm] = plugins().get("algorithm", config.algorithm.name)
+    return plugin_options(config.algorithm, options, source="config", key="algorithm")
+
+
+def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
+    """The weighted terms of the reward."""
+    return tuple(
+        WeightedReward(name=r.name, weight=r.weight, reward=plugins().get("reward", r.name)(**r.kwargs))
+        for r in config.reward
+    )
+
+
+def build_learner(context: RunContext) -> Learner:
+    """The learner named in the config."""
+    learner: Learner = build_component("learner", context.config.learner, context)
+    return learner
+
+
+def build_trackers(context: RunContext) -> list[Tracker]:
+    """The trackers named in the config."""
+    return [build_component("tracker", section, context) for section in context.config.trackers]
+
+
+def build_component(kind: str, section: PluginSection, context: RunContext) -> Any:
+    """Call a component's factory with the context and its checked options."""
+    component = plugins().get(kind, section.name)
+    options = plugin_options(section, component.load_options(), source="config", key=kind)
+    return load(component.factory)(context, options)

@@ -1,0 +1,110 @@
+"""The `relax-gym` command line. A command imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from relax_gym.cli import envs, extend, runs, scaffolds
+from relax_gym.errors import PluginError, RelaxGymError
+from relax_gym.plugins import BrokenPlugin, Plugins, plugins
+
+TRACEBACK_VARIABLE = "RELAX_GYM_TRACEBACK"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; always ends in SystemExit.
+
+    0: done. 1: one readable message on stderr; `RELAX_GYM_TRACEBACK=1` adds the traceback. 2: wrong usage.
+    130: interrupted. A bug of relax-gym or of a plugin keeps Python's own traceback.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app = build_app(tolerant=given[:2] == ["plugins", "doctor"])
+        app(given, prog_name="relax-gym")
+    except (RelaxGymError, ExceptionGroup) as error:
+        known = first_known(error)
+        if known is None:
+            raise
+        if os.environ.get(TRACEBACK_VARIABLE) == "1":
+            traceback.print_exception(error)
+        print(f"error: {known}", file=sys.stderr)
+        sys.exit(1)
+
+
+def build_app(*, tolerant: bool = False) -> typer.Typer:
+    """All commands, those of plugins included. `tolerant` goes on without plugins when the tables cannot be built.
+
+    Raises:
+        PluginError: two plugins claim a name, or one misspells a hook.
+    """
+    app = typer.Typer(
+        help="Agentic reinforcement learning of language models, environment first.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for command in (runs.train, runs.evaluate, runs.view):
+        app.command("eval" if command is runs.evaluate else None)(command)
+    app.add_typer(envs.app, name="envs")
+    app.add_typer(extend.rewards, name="rewards")
+    app.add_typer(extend.plugins_app, name="plugins")
+    app.add_typer(scaffolds.app, name="init")
+    try:
+        _add_plugin_commands(app, plugins())
+    except PluginError:
+        if not tolerant:
+            raise
+    return app
+
+
+def first_known(error: BaseException) -> RelaxGymError | None:
+    """The error itself, or the first RelaxGymError inside an exception group."""
+    if isinstance(error, RelaxGymError):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((known for part in inner if (known := first_known(part))), None)
+
+
+def _add_plugin_commands(app: typer.Typer, loaded: Plugins) -> None:
+    for implementation in loaded.hook.register_commands.get_hookimpls():
+        try:
+            implementation.function(app)
+        except Exception as error:
+            name = implementation.plugin_name
+            loaded.broken.append(
+                BrokenPlugin(
+                    name=name,
+                    source=loaded.sources[name],
+                    error=f"{type(error).__name__}: {error}",
+                    traceback=traceback.format_exc(),
+                )
+            )
+    for broken in loaded.broken:
+        print(
+            f"warning: plugin {broken.name!r} of {broken.source} is broken and left out: {broken.error} "
+            "(see relax-gym plugins doctor)",
+            file=sys.stderr,
+        )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from relax_gym import __version__
+
+        print(f"relax-gym {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

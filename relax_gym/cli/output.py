@@ -1,0 +1,45 @@
+"""Tables and key=value arguments, for all commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from relax_gym.config import parse_value
+from relax_gym.errors import ConfigError
+
+PIPE_WIDTH = 500
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table for people. Cells are printed as they are: no markup in them is interpreted."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from relax_gym.view import printable
+
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
+    width = None if sys.stdout.isatty() else PIPE_WIDTH  # a pipe has no width; folded cells would break `grep`
+    Console(width=width).print(table)
+
+
+def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["level=3", "style=terse"]` → mapping; values are TOML, anything else is a string.
+
+    Raises:
+        ConfigError: a pair without `=`.
+    """
+    kwargs = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"--kwargs {pair!r} is malformed; write --kwargs key=value")
+        kwargs[key.strip()] = parse_value(text)
+    return kwargs

@@ -1,0 +1,179 @@
+"""Chat messages written the way one template wants them. Pure: nothing here renders or tokenises."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from relax_gym.errors import TemplateError
+from relax_gym.types import Message, Tool
+
+_CALL_ID = "call00000"  # Nine letters and digits: the one form that every template with ids accepts.
+
+_TOOLS = """You can call these functions. Each is given as a JSON schema:
+<tools>
+{schemas}
+</tools>
+
+To call a function, write a JSON object with its name and arguments inside <tool_call></tool_call>:
+<tool_call>
+{{"name": "function name", "arguments": {{"argument name": "value"}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How messages must be written for one template."""
+
+    content_form: Literal["string", "parts"]
+    tool_role: Literal["tool", "user"] = "tool"
+    supports_system: bool = False
+    supports_tools: bool = False
+    supports_tool_role: bool = False
+    supports_tool_calls: bool = False
+    needs_tool_ids: bool = False
+    empty_content: str | None = ""
+    json_arguments: bool = False
+
+    def replace(self, **changes: Any) -> Dialect:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def content(self, text: str) -> str | list[dict[str, str]]:
+        """Text in the form the template wants."""
+        return text if self.content_form == "string" else [{"type": "text", "text": text}]
+
+
+def squash(text: str) -> str:
+    """Text without white space."""
+    return "".join(text.split())
+
+
+def content_text(message: Message) -> str:
+    """The text of a message's content; "" when it has none.
+
+    Raises:
+        TemplateError: the content has an image, a video or audio.
+    """
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    media = sorted({str(part["type"]) for part in content if part["type"] != "text"})
+    if media:
+        raise TemplateError(
+            f"a {message['role']} message has {' and '.join(media)}, but this model reads text only; use a model with a "
+            "processor for it, or an environment with text observations"
+        )
+    return "".join(part["text"] for part in content)
+
+
+def describe_tools(tools: Sequence[Tool]) -> str:
+    """Tool schemas and how to call them, as text for a system message."""
+    return _TOOLS.format(schemas="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+
+
+def adapt(messages: Sequence[Message], dialect: Dialect, *, preamble: str = "", name: str) -> list[Message]:
+    """Messages in a template's dialect; `preamble` is appended to the system message (made if there is none).
+
+    Raises:
+        TemplateError: the template named `name` would drop tool results or tool calls.
+    """
+    out = [{**message, "content": content_text(message)} for message in messages]
+    if preamble:
+        out = _with_preamble(out, preamble)
+    if dialect.tool_role == "user":
+        out = _tools_as_user(out)
+    if not dialect.supports_system:
+        out = _fold_system(out)
+    return [_in_dialect(message, dialect, name) for message in out]
+
+
+def _with_preamble(messages: list[Message], preamble: str) -> list[Message]:
+    if messages and messages[0]["role"] == "system":
+        first = messages[0]
+        return [{**first, "content": _join(first["content"], preamble)}, *messages[1:]]
+    return [{"role": "system", "content": preamble}, *messages]
+
+
+def _tools_as_user(messages: list[Message]) -> list[Message]:
+    """Tool results as user messages. What stands next to a result joins it, as most templates want roles to alternate."""
+    out: list[Message] = []
+    after_result = False
+    for message in messages:
+        is_result = message["role"] == "tool"
+        if is_result:
+            title = f"Result of {message['name']}:" if message.get("name") else "Tool result:"
+            message = {"role": "user", "content": f"{title}\n{message['content']}"}
+        if out and out[-1]["role"] == message["role"] == "user" and (is_result or after_result):
+            message = {**out.pop(), "content": _join(out_content(out, message), message["content"])}
+        out.append(message)
+        after_result = is_result
+    return out
+
+
+def _fold_system(messages: list[Message]) -> list[Message]:
+    """System text in front of the next user message, for templates without a system role."""
+    out: list[Message] = []
+    pending = ""
+    for message in messages:
+        if message["role"] == "system":
+            pending = _join(pending, message["content"])
+        elif pending and message["role"] == "user":
+            out.append({**message, "content": _join(pending, message["content"])})
+            pending = ""
+        else:
+            out.append(message)
+    return [*out, {"role": "user", "content": pending}] if pending else out
+
+
+def _in_dialect(message: Message, dialect: Dialect, name: str) -> Message:
+    if message["role"] == "tool":
+        if not dialect.supports_tool_role:
+            raise TemplateError(dropped("messages of role 'tool'", name))
+        if dialect.needs_tool_ids:
+            message = {"tool_call_id": _CALL_ID, "name": "tool", **message}
+    if calls := message.get("tool_calls"):
+        message = _with_calls(message, [_call(call) for call in calls], dialect, name)
+    content = message["content"]
+    return message if content is None else {**message, "content": dialect.content(content)}
+
+
+def _with_calls(message: Message, calls: list[dict[str, Any]], dialect: Dialect, name: str) -> Message:
+    if dialect.supports_tool_calls:
+        if dialect.json_arguments:
+            calls = [_with_arguments(call, json.dumps(call["function"]["arguments"])) for call in calls]
+        return {**message, "content": message["content"] or dialect.empty_content, "tool_calls": calls}
+    if dialect.tool_role == "tool":
+        raise TemplateError(dropped("the tool_calls of assistant messages", name))
+    written = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join([message["content"], *written] if message["content"] else written)}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call in the Hugging Face form: arguments as a mapping, though many write them as a JSON string."""
+    function = dict(call.get("function", call))
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    function = {"name": function.get("name"), "arguments": arguments}
+    return {"id": call.get("id", _CALL_ID), "type": "function", "function": function}
+
+
+def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _join(first: str, second: str) -> str:
+    return f"{first}\n\n{second}" if first and second else first or second
+
+
+def dropped(what: str, name: str) -> str:
+    """The message of the error for something a template does not show."""
+    return (
+        f'the chat template of {name} does not show {what}; set chat.tool_role = "user" to have tools, calls and results '
+        "written as plain messages, or give another template in chat.template"
+    )

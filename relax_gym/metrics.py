@@ -1,0 +1,78 @@
+"""Episodes and samples → the flat numbers a run logs. Pure functions; the loop adds timings under time/ and perf/."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from relax_gym.types import FinishReason, Metrics, TrainingSample, Trajectory
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Rewards, lengths, endings and faults of some episodes. Means leave out episodes that could not be scored."""
+    if not trajectories:
+        return {}
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    count = len(trajectories)
+    turns = [turn for t in trajectories for turn in t.turns]
+    out: Metrics = {
+        "episode/count": count,
+        "episode/turns": len(turns) / count,
+        "episode/tokens": sum(len(turn.completion.token_ids) for turn in turns) / count,
+        "episode/errors": sum(t.error is not None for t in trajectories),
+        "episode/unscored": count - len(rewards),
+        "episode/empty_completions": sum(not turn.completion.token_ids for turn in turns),
+        "episode/cut_completions": sum(turn.completion.finish_reason is FinishReason.LENGTH for turn in turns),
+        "episode/new_segments": sum(turn.new_segment for turn in turns),
+    }
+    if rewards:
+        out["reward/mean"] = float(np.mean(rewards))
+        out["reward/std"] = float(np.std(rewards))
+    out.update(_reward_parts(trajectories))
+    for reason, times in Counter(t.stop_reason for t in trajectories).items():
+        out[f"stop/{reason}"] = times / count
+    return out
+
+
+def _reward_parts(trajectories: Sequence[Trajectory]) -> Metrics:
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.rewards.items():
+            if value is not None:
+                parts[name].append(value)
+    return {f"reward/{name}": float(np.mean(values)) for name, values in parts.items()}
+
+
+def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """`eval/reward` overall, `eval/<env id>/reward` for several envs, accuracy where envs report `info["correct"]`."""
+    out = {f"eval/{key}": value for key, value in _summary(trajectories).items()}
+    envs = sorted({t.task.env_id for t in trajectories})
+    for env in envs if len(envs) > 1 else []:
+        of_env = [t for t in trajectories if t.task.env_id == env]
+        out.update({f"eval/{env}/{key}": value for key, value in _summary(of_env).items()})
+    return out
+
+
+def _summary(trajectories: Sequence[Trajectory]) -> Metrics:
+    every = episode_metrics(trajectories)
+    out = {"errors": every["episode/errors"], "turns": every["episode/turns"], "tokens": every["episode/tokens"]}
+    if "reward/mean" in every:
+        out["reward"] = every["reward/mean"]
+    verdicts = [bool(t.info["correct"]) for t in trajectories if "correct" in t.info]
+    if verdicts:
+        out["accuracy"] = float(np.mean(verdicts))
+    return out
+
+
+def staleness_metrics(samples: Sequence[TrainingSample], version: int) -> Metrics:
+    """How many versions behind `version` the trained tokens were sampled, and how many tokens for each lag."""
+    lags = [version - sample.versions[sample.loss_mask == 1] for sample in samples]
+    lag = np.concatenate(lags) if lags else np.zeros(0, dtype=np.int32)
+    if lag.size == 0:
+        return {}
+    out: Metrics = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+    values, counts = np.unique(lag, return_counts=True)
+    out.update({f"staleness/tokens_lag_{value}": float(n) for value, n in zip(values, counts, strict=True)})
+    return out

@@ -1,0 +1,131 @@
+"""Plays groups of episodes with a sampler and scores them: what training, warm-up and evaluation share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from relax_gym.config import RolloutConfig
+from relax_gym.env import Env
+from relax_gym.rollout import Limits, rollout
+from relax_gym.sampler import Sampler, SamplingParams, Session
+from relax_gym.scoring import WeightedReward, score
+from relax_gym.types import Task, Trajectory
+from relax_gym.workers import WorkerThreads
+
+if TYPE_CHECKING:
+    from relax_gym.chat import ChatRenderer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One episode to play: its task, a name for it and the seed of its sampling."""
+
+    id: str
+    task: Task
+    seed: int
+
+
+class Player:
+    """Everything an episode needs besides its task."""
+
+    def __init__(
+        self,
+        *,
+        sampler: Sampler,
+        renderer: ChatRenderer,
+        rewards: Sequence[WeightedReward],
+        config: RolloutConfig,
+    ) -> None:
+        self.renderer = renderer
+        self._sampler = sampler
+        self._rewards = rewards
+        self._config = config
+        self._threads = WorkerThreads("env")
+
+    def open_sessions(self, count: int) -> list[Session]:
+        """Open sessions in one go, before anything is awaited: a deterministic sampler then knows who is to come."""
+        return [self._sampler.open_session() for _ in range(count)]
+
+    async def play(
+        self,
+        episodes: Sequence[Episode],
+        sessions: Sequence[Session],
+        *,
+        greedy: bool = False,
+        on_end: Callable[[Trajectory], None] = lambda trajectory: None,
+    ) -> list[Trajectory]:
+        """Play and score episodes side by side, each in its session; results in the order given.
+
+        The caller closes the sessions. Those that are not needed any more are closed here already, but for the last:
+        it stays open until the caller has decided what comes after this group.
+        """
+        running = len(episodes)
+
+        async def one(episode: Episode, session: Session) -> Trajectory:
+            nonlocal running
+            trajectory = await self._rollout(episode, lambda env: session, greedy)
+            running -= 1
+            if running:
+                session.close()
+            scored = await score(trajectory, self._rewards, timeout=self._config.reward_timeout)
+            on_end(scored)
+            return scored
+
+        return await gather([one(*pair) for pair in zip(episodes, sessions, strict=True)])
+
+    async def demonstrate(
+        self, episodes: Sequence[Episode], open_session: Callable[[Env, int], Session]
+    ) -> list[Trajectory]:
+        """Play episodes with sessions made from their env and seed; nothing is scored."""
+
+        def opener(seed: int) -> Callable[[Env], Session]:
+            return lambda env: open_session(env, seed)
+
+        return await gather([self._rollout(episode, opener(episode.seed), False) for episode in episodes])
+
+    async def _rollout(self, episode: Episode, open_session: Callable[[Env], Session], greedy: bool) -> Trajectory:
+        config = self._config
+        budget = config.token_budget or self._sampler.max_context
+        return await rollout(
+            episode.task,
+            episode_id=episode.id,
+            open_session=open_session,
+            renderer=self.renderer,
+            params=SamplingParams(
+                max_new_tokens=config.max_new_tokens,
+                temperature=0.0 if greedy else config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                min_p=config.min_p,
+                stop=config.stop,
+                stop_token_ids=self.renderer.stop_token_ids,
+                seed=episode.seed,
+            ),
+            limits=Limits(
+                max_turns=config.max_turns,
+                max_context=min(budget, self._sampler.max_context),
+                step_timeout=config.step_timeout,
+                episode_timeout=config.episode_timeout,
+            ),
+            threads=self._threads,
+        )
+
+    def close(self) -> None:
+        """End the env threads."""
+        self._threads.close()
+
+
+def close_sessions(sessions: Sequence[Session]) -> None:
+    """Close all; closing one twice does nothing."""
+    for session in sessions:
+        session.close()
+
+
+async def gather(coroutines: Sequence[asyncio._CoroutineLike[Trajectory]]) -> list[Trajectory]:
+    """Await all, in order; the first failure cancels the rest and is raised."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    return [task.result() for task in tasks]

@@ -1,0 +1,327 @@
+"""The one training loop. Synchronous training is this loop with max_staleness = 0."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from relax_gym.build import Parts, build_learner, build_parts, build_trackers
+from relax_gym.config import RunConfig
+from relax_gym.context import Tracker
+from relax_gym.credit import assign_credit, drop_reason
+from relax_gym.curve import draw_curve
+from relax_gym.errors import RelaxGymError, TrainingError
+from relax_gym.evaluate import evaluate
+from relax_gym.learner import Learner
+from relax_gym.metrics import episode_metrics, staleness_metrics
+from relax_gym.play import Episode, close_sessions
+from relax_gym.plugins import plugins
+from relax_gym.rollout_queue import RolloutQueue
+from relax_gym.run_folder import RunFolder
+from relax_gym.sampler import Session
+from relax_gym.tasks import derive_seed
+from relax_gym.types import Batch, Group, Metrics, TrainingSample, Trajectory
+from relax_gym.warmup import demonstrations
+from relax_gym.workers import Worker
+
+log = logging.getLogger("relax_gym")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run hands back. `evaluations` are (step, metrics), the first at step 0 unless resumed."""
+
+    run_dir: Path
+    steps: int
+    metrics: Metrics
+    evaluations: list[tuple[int, Metrics]] = field(default_factory=list)
+
+
+def train(config: RunConfig, *, resume: bool = False) -> RunResult:
+    """Run a config to its end in this process.
+
+    Raises:
+        RelaxGymError: anything the user can act on; the run folder keeps all that was finished.
+    """
+    folder = RunFolder(config, resume=resume)
+    with _log_file(folder.path / "run.log"):
+        start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
+        folder.truncate(start_step if resume else 0)
+        parts = build_parts(config, start_step=start_step)
+        learner = build_learner(parts.context)
+        if checkpoint is not None:
+            learner.load(checkpoint)
+        trainer = Trainer(parts, learner, build_trackers(parts.context), folder)
+        try:
+            result = asyncio.run(trainer.run())
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from group
+        draw_curve(folder.metrics_path, folder.path / "reward.png")
+        return result
+
+
+class Trainer:
+    """Connects player, queue and learner for one run."""
+
+    def __init__(self, parts: Parts, learner: Learner, trackers: list[Tracker], folder: RunFolder) -> None:
+        self._parts = parts
+        self._config = parts.context.config
+        self._start = parts.context.start_step
+        self._learner = learner
+        self._thread = Worker("learner")
+        self._trackers = trackers
+        self._folder = folder
+        self._hook = plugins().hook
+        self._player = parts.player()
+        self._queue: RolloutQueue
+        self._evaluations: list[tuple[int, Metrics]] = []
+        self._metrics: Metrics = {}
+        self._empty_steps = 0
+        self._loop_lag = 0.0
+        self._dropped: Counter[str] = Counter()
+
+    async def run(self) -> RunResult:
+        """Warm up, then train to the last step."""
+        train = self._config.train
+        self._queue = RolloutQueue(
+            groups_per_step=train.groups_per_step,
+            max_staleness=train.max_staleness,
+            first_step=self._start,
+            last_step=train.steps,
+        )
+        await self._parts.sampler.start()
+        self._hook.on_run_start(context=self._parts.context)
+        try:
+            if self._start == 0:
+                await self._warm_up()
+            await self._publish()  # always before the first rollout: a resumed sampler would wait for ever otherwise
+            if self._start == 0:
+                await self._evaluate_and_log()
+            async with asyncio.TaskGroup() as tasks:
+                lag = tasks.create_task(self._watch_loop())
+                tasks.create_task(self._produce())
+                for step in range(self._start, train.steps):
+                    await self._step(step)
+                lag.cancel()
+        finally:
+            await self._close()
+        return RunResult(
+            run_dir=self._folder.path, steps=train.steps, metrics=self._metrics, evaluations=self._evaluations
+        )
+
+    async def _close(self) -> None:
+        self._hook.on_run_end(context=self._parts.context)
+        for tracker in self._trackers:
+            tracker.close()
+        self._player.close()
+        self._thread.stop()
+        self._learner.close()
+        await self._parts.sampler.aclose()
+
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
+    async def _produce(self) -> None:
+        """Start a group for every slot the queue admits. A slot's sessions open before anything is awaited."""
+        async with asyncio.TaskGroup() as groups:
+            while (slot := await self._queue.admit()) is not None:
+                groups.create_task(self._fill(slot, self._player.open_sessions(self._config.train.group_size)))
+
+    async def _fill(self, slot: int, sessions: list[Session]) -> None:
+        """Play a slot's group; while a filter drops it, play another task in its place."""
+        replacements = self._config.train.max_replacements
+        try:
+            for attempt in range(replacements + 1):
+                group = await self._play_group(slot, attempt, sessions)
+                reason = drop_reason(group, self._parts.algorithm)
+                if reason is None:
+                    return await self._queue.put(slot, group)
+                self._folder.add_group(slot // self._config.train.groups_per_step + 1, group, kind=reason)
+                self._dropped[reason] += 1
+                if attempt < replacements:  # open the next before closing these: see Player.play
+                    finished, sessions = sessions, self._player.open_sessions(len(sessions))
+                    close_sessions(finished)
+            await self._queue.drop(slot, "no replacement left")
+        finally:
+            close_sessions(sessions)
+
+    async def _play_group(self, slot: int, attempt: int, sessions: list[Session]) -> Group:
+        seed = self._config.seed
+        task = self._parts.tasks.task(slot, attempt)
+        group_id = f"{slot}" if attempt == 0 else f"{slot}r{attempt}"
+        episodes = [
+            Episode(id=f"{group_id}-{index}", task=task, seed=derive_seed(seed, "sample", slot, attempt, index))
+            for index in range(self._config.train.group_size)
+        ]
+        step = slot // self._config.train.groups_per_step + 1
+        trajectories = await self._player.play(episodes, sessions, on_end=partial(self._episode_ended, step, False))
+        return Group(group_id=group_id, slot=slot, trajectories=tuple(trajectories))
+
+    def _episode_ended(self, step: int, evaluation: bool, trajectory: Trajectory) -> None:
+        if trajectory.error is not None:
+            log.warning(
+                "env %s, seed %d, turn %d: %s\n%s",
+                trajectory.error.env_id,
+                trajectory.error.seed,
+                trajectory.error.turn,
+                trajectory.error.message,
+                trajectory.error.traceback,
+            )
+        self._hook.on_episode_end(step=step, trajectory=trajectory, evaluation=evaluation)
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    async def _warm_up(self) -> None:
+        config = self._config.warmup
+        if config is None:
+            return
+        steps = demonstrations(config, self._player, self._parts.tasks, seed=self._config.seed)
+        async for step, batch in steps:
+            if not batch.samples:
+                raise TrainingError("[warmup] every expert episode failed; see run.log and try `relax-gym envs check`")
+            metrics = await self._thread.call(partial(self._learner.imitate, batch, lr=config.lr))
+            self._hook.on_warmup_step(step=step, metrics=metrics)
+
+    async def _publish(self) -> None:
+        await self._parts.sampler.update_weights(self._learner.weights(), self._learner.version)
+
+    async def _step(self, step: int) -> None:
+        """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
+        clock = _Clock()
+        groups = await self._queue.get(step)
+        clock.lap("rollout_wait")
+        samples = assign_credit(groups, self._parts.algorithm)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        self._check_trainable(step, samples, trajectories)
+        batch = Batch(version=step, samples=samples)
+        self._hook.on_batch(batch=batch)
+        learner = await self._thread.call(self._learner.step, batch)
+        clock.lap("train")
+        await self._publish()
+        clock.lap("publish")
+        for group in groups:
+            self._folder.add_group(step + 1, group, kind="train")
+        metrics = {
+            **episode_metrics(trajectories),
+            **staleness_metrics(samples, step),
+            **{f"learner/{key}": value for key, value in learner.items()},
+            **self._queue_metrics(),
+            **clock.metrics(batch.trained_tokens),
+        }
+        await self._finish_step(step + 1, metrics)
+
+    async def _finish_step(self, step: int, metrics: Metrics) -> None:
+        config = self._config
+        last = step == config.train.steps
+        if config.eval.episodes and (last or (config.eval.every and step % config.eval.every == 0)):
+            metrics |= await self._evaluate(step)
+        self._log(step, metrics)
+        self._hook.on_step_end(step=step, metrics=metrics)
+        if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            folder = self._folder.save_checkpoint(step, self._write_checkpoint, keep=config.checkpoint.keep)
+            self._hook.on_checkpoint(step=step, folder=folder)
+        await self._queue.advance(step)
+
+    def _check_trainable(self, step: int, samples: list[TrainingSample], trajectories: list[Trajectory]) -> None:
+        if any(sample.trained_tokens for sample in samples):
+            self._empty_steps = 0
+            return
+        self._empty_steps += 1
+        limit = self._config.train.max_empty_steps
+        if self._empty_steps < limit:
+            return
+        errors = [t.error.message for t in trajectories if t.error is not None]
+        raise TrainingError(
+            f"{limit} steps in a row without one trainable token, the last at step {step + 1}"
+            + (f"; the first error there: {errors[0]}" if errors else "")
+            + "; look at the episodes with `relax-gym view`, raise train.max_empty_steps if this is expected"
+        )
+
+    async def _evaluate_and_log(self) -> None:
+        if self._config.eval.episodes:
+            self._log(0, await self._evaluate(0))
+
+    async def _evaluate(self, step: int) -> Metrics:
+        ended = partial(self._episode_ended, step, True)
+        greedy = self._config.eval.greedy
+        result = await evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
+        group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
+        self._folder.add_group(step, group, kind="eval")
+        self._evaluations.append((step, result.metrics))
+        self._hook.on_evaluation(step=step, metrics=result.metrics)
+        return result.metrics
+
+    # Records ---------------------------------------------------------------------------------------------------------
+
+    def _queue_metrics(self) -> Metrics:
+        out: Metrics = {"queue/in_flight": self._queue.in_flight, "queue/queued": self._queue.queued}
+        out |= {f"queue/dropped_{reason}": count for reason, count in self._dropped.items()}
+        out["queue/empty_slots"] = sum(self._queue.dropped.values())
+        out |= {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
+        out["perf/loop_lag_max"], self._loop_lag = self._loop_lag, 0.0
+        return out
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._folder.add_metrics(step, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        self._learner.export(folder)
+        self._parts.context.tokenizer.save_pretrained(folder)
+        self._learner.save_state(folder)
+
+    async def _watch_loop(self) -> None:
+        """Measure how late the event loop is: a blocking call anywhere shows up here."""
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.05)
+            self._loop_lag = max(self._loop_lag, time.perf_counter() - start - 0.05)
+
+
+class _Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._laps: Metrics = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[f"time/{name}"], self._last = now - self._last, now
+
+    def metrics(self, tokens: int) -> Metrics:
+        total = self._last - self._start
+        return {**self._laps, "time/step": total, "perf/tokens_per_second": tokens / total if total else 0.0}
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure to show: an error with advice if there is one, else the first."""
+    flat: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending += error.exceptions
+        else:
+            flat.append(error)
+    return next((error for error in flat if isinstance(error, RelaxGymError)), flat[0])

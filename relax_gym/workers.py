@@ -1,0 +1,110 @@
+"""Runs blocking calls off the event loop, in daemon threads that may hang without taking anybody else down."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+class WorkerTimeout(TimeoutError):
+    """A call ran longer than its limit. Not raised for a TimeoutError of the function itself."""
+
+
+async def within(seconds: float | None, awaitable: Awaitable[T]) -> T:
+    """Await with a limit. Raises WorkerTimeout when it runs out; a TimeoutError of the awaited code passes as it is."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await awaitable
+    except TimeoutError:
+        if limit.expired():
+            raise WorkerTimeout(f"took longer than {seconds:g} seconds") from None
+        raise
+
+
+class Worker:
+    """One daemon thread that runs jobs one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def call(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
+        """Run `function(*args)` here. Raises WorkerTimeout when it takes longer; the thread then is still busy."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put((lambda: function(*args), loop, future))
+        return await within(timeout, future)
+
+    def stop(self) -> None:
+        """End the thread after the jobs it has."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, loop, future = job
+            try:
+                result, error = function(), None
+            except BaseException as raised:  # SystemExit in user code must not kill the thread silently
+                result, error = None, raised
+            try:
+                loop.call_soon_threadsafe(_resolve, future, result, error)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits for this any more
+            del function, future, result, error, job
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(error)
+    else:  # a future cannot carry StopIteration, and SystemExit or KeyboardInterrupt would end the loop
+        wrapped = RuntimeError(f"{type(error).__name__} raised in a worker thread: {error}")
+        wrapped.__cause__ = error
+        future.set_exception(wrapped)
+
+
+class WorkerThreads:
+    """Lends idle workers; a worker whose call timed out or was cancelled is never lent again.
+
+    At most `limit` threads are lent at once; callers above that wait their turn (waiting does not count as run time).
+    """
+
+    def __init__(self, name: str, limit: int = 256) -> None:
+        self._name = name
+        self._idle: list[Worker] = []
+        self._slots = asyncio.Semaphore(limit)
+        self._started = 0
+
+    async def call(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
+        """Run `function(*args)` in some thread. Raises WorkerTimeout when it runs longer than `timeout` seconds."""
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else self.new_worker()
+            try:
+                result = await worker.call(function, *args, timeout=timeout)
+            except (WorkerTimeout, asyncio.CancelledError):
+                worker.stop()  # it may be stuck in user code for ever; its thread ends when that code does
+                raise
+            except BaseException:
+                self._idle.append(worker)
+                raise
+            self._idle.append(worker)
+            return result
+
+    def new_worker(self) -> Worker:
+        """A worker of the caller's own, for code that needs every call on one thread. The caller stops it."""
+        self._started += 1
+        return Worker(f"{self._name}-{self._started}")
+
+    def close(self) -> None:
+        """End the idle threads. Stuck ones are daemons and die with the process."""
+        while self._idle:
+            self._idle.pop().stop()

@@ -1,0 +1,45 @@
+"""Options of the torch learner. Checked when the config is read, so nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class LoraOptions(BaseModel):
+    """`[learner.lora]`: train low-rank adapters instead of the weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    targets: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="names of the adapted modules")
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class TorchLearnerOptions(BaseModel):
+    """`[learner]` with `name = "torch"`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip: float = Field(1.0, ge=0, description="largest norm of the gradient; 0: not clipped")
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to lr")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="where linear and cosine end, in units of lr")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of the arithmetic (weights stay float32); auto: bfloat16 where the hardware has it"
+    )
+    device: str = Field("auto", description="auto: cuda if there is one, else cpu")
+    micro_batch_tokens: int = Field(4096, ge=1, description="most tokens, padding included, of one forward pass")
+    updates_per_step: int = Field(1, ge=1, description="optimizer updates each batch is split into, by groups")
+    epochs: int = Field(1, ge=1, description="how often each batch is gone through")
+    activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
+    freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
+    lora: LoraOptions | None = None
+    logprob_chunk: int = Field(512, ge=1, description="tokens whose logits over the vocabulary exist at one time")

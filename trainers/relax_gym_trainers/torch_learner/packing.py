@@ -1,0 +1,195 @@
+"""Samples → rows that hold a shared prompt once → padded micro-batches. Pure integer arrays, no model.
+
+Samples whose ids before the first trained token are equal (the episodes of a group: one prompt, many answers) become one
+row, a tree one level deep:
+
+    ids        p p p p | a a a | b b          prompt, rest of sample a, rest of sample b
+    positions  0 1 2 3 | 4 5 6 | 4 5          each rest goes on where the prompt ended
+    segments   0 0 0 0 | 1 1 1 | 2 2          a token sees segment 0 and its own, never a later token
+
+Nothing after the last token that predicts a trained one is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_gym.errors import TrainingError
+from relax_gym.types import TrainingSample
+
+IntArray = NDArray[np.int64]
+PAD_SEGMENT = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One tree. `ids`, `positions`, `segments` have shape [L]; `members` are indices of the samples packed.
+
+    For each trained token, in the order of `members` and of the tokens in each: `predictors` is the index in the row
+    whose hidden state predicts it, `owners` its sample and `tokens` its index in that sample, all [N].
+    """
+
+    members: tuple[int, ...]
+    ids: IntArray
+    positions: IntArray
+    segments: IntArray
+    predictors: IntArray
+    owners: IntArray
+    tokens: IntArray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one forward pass takes: rows padded on the right to one length L.
+
+    `ids`, `positions`, `segments` [R, L]; pads have segment -1. For the N trained tokens of S whole samples:
+    `predictors` index the flattened [R·L] hidden states, `targets` are the token ids, `sample` in [0, S) says whose they
+    are, `logprobs` and `advantages` come from the samples. `token_counts` is [S], `real_tokens` counts no pads.
+    """
+
+    ids: IntArray
+    positions: IntArray
+    segments: IntArray
+    predictors: IntArray
+    targets: IntArray
+    sample: IntArray
+    logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    token_counts: IntArray
+    real_tokens: int
+
+    @property
+    def branches(self) -> bool:
+        """Whether some row holds more than one sample, so that a causal mask alone would be wrong."""
+        return bool(self.segments.max() > 1)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens the forward pass computes, pads included."""
+        return self.ids.size
+
+
+def pack(samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool) -> list[MicroBatch]:
+    """Cut samples into micro-batches of at most `budget` padded tokens; a sample longer than that is alone in one.
+
+    Samples without a trained token are left out. The result depends on nothing but the arguments.
+
+    Raises:
+        TrainingError: a sample trains its first token, which no token predicts.
+    """
+    rows = sorted(build_rows(samples, budget=budget, share_prefix=share_prefix), key=len, reverse=True)
+    return [_collate(samples, part) for part in _fill(rows, budget)]
+
+
+def build_rows(samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool) -> list[Row]:
+    """One row for each prompt, split where it would be longer than `budget`; without sharing, one for each sample."""
+    trees: dict[object, list[int]] = {}
+    prompts: list[int] = []
+    for index, sample in enumerate(samples):
+        trained = np.flatnonzero(sample.loss_mask)
+        prompts.append(int(trained[0]) if len(trained) else 0)
+        if not len(trained):
+            continue
+        if not prompts[index]:
+            raise TrainingError(
+                f"sample {sample.episode_id!r} (segment {sample.segment}) trains its first token, which nothing predicts; "
+                "a prompt needs at least one token before the first sampled one"
+            )
+        key = sample.token_ids[: prompts[index]].tobytes() if share_prefix else index
+        trees.setdefault(key, []).append(index)
+    return [
+        _row(samples, part, prompts[part[0]])
+        for members in trees.values()
+        for part in _split(samples, members, prompts[members[0]], budget)
+    ]
+
+
+def _input_length(sample: TrainingSample) -> int:
+    """Tokens the model must read: all before the last trained one."""
+    return int(np.flatnonzero(sample.loss_mask)[-1])
+
+
+def _split(samples: Sequence[TrainingSample], members: list[int], prompt: int, budget: int) -> Iterator[list[int]]:
+    part: list[int] = []
+    length = prompt
+    for index in members:
+        rest = _input_length(samples[index]) - prompt
+        if part and length + rest > budget:
+            yield part
+            part, length = [], prompt
+        part.append(index)
+        length += rest
+    yield part
+
+
+def _row(samples: Sequence[TrainingSample], members: Sequence[int], prompt: int) -> Row:
+    ids = [samples[members[0]].token_ids[:prompt].astype(np.int64)]
+    positions, segments = [np.arange(prompt)], [np.zeros(prompt, dtype=np.int64)]
+    predictors, owners, tokens = [], [], []
+    start = prompt
+    for segment, index in enumerate(members, start=1):
+        end = _input_length(samples[index])
+        ids.append(samples[index].token_ids[prompt:end].astype(np.int64))
+        positions.append(np.arange(prompt, end))
+        segments.append(np.full(end - prompt, segment))
+        trained = np.flatnonzero(samples[index].loss_mask)
+        before = trained - 1
+        predictors.append(np.where(before < prompt, before, before - prompt + start))
+        owners.append(np.full(len(trained), index))
+        tokens.append(trained)
+        start += end - prompt
+    return Row(
+        members=tuple(members),
+        ids=np.concatenate(ids),
+        positions=np.concatenate(positions),
+        segments=np.concatenate(segments),
+        predictors=np.concatenate(predictors),
+        owners=np.concatenate(owners),
+        tokens=np.concatenate(tokens),
+    )
+
+
+def _fill(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
+    """Cut rows, longest first, into batches whose padded size fits the budget."""
+    part: list[Row] = []
+    for row in rows:
+        if part and (len(part) + 1) * len(part[0]) > budget:
+            yield part
+            part = []
+        part.append(row)
+    if part:
+        yield part
+
+
+def _collate(samples: Sequence[TrainingSample], rows: Sequence[Row]) -> MicroBatch:
+    width = len(rows[0])
+    local = {index: number for number, index in enumerate(i for row in rows for i in row.members)}
+    owners = np.concatenate([row.owners for row in rows])
+    where = list(zip(owners.tolist(), np.concatenate([row.tokens for row in rows]).tolist(), strict=True))
+    sample = np.array([local[owner] for owner in owners.tolist()], dtype=np.int64)
+    return MicroBatch(
+        ids=_pad([row.ids for row in rows], width, 0),
+        positions=_pad([row.positions for row in rows], width, 0),
+        segments=_pad([row.segments for row in rows], width, PAD_SEGMENT),
+        predictors=np.concatenate([row.predictors + number * width for number, row in enumerate(rows)]),
+        targets=np.array([samples[i].token_ids[t] for i, t in where], dtype=np.int64),
+        sample=sample,
+        logprobs=np.array([samples[i].logprobs[t] for i, t in where], dtype=np.float32),
+        advantages=np.array([samples[i].advantages[t] for i, t in where], dtype=np.float32),
+        token_counts=np.bincount(sample, minlength=len(local)),
+        real_tokens=sum(len(row) for row in rows),
+    )
+
+
+def _pad(arrays: Sequence[IntArray], width: int, value: int) -> IntArray:
+    out = np.full((len(arrays), width), value, dtype=np.int64)
+    for row, array in zip(out, arrays, strict=True):
+        row[: len(array)] = array
+    return out
