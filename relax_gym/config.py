@@ -68,6 +68,11 @@ class ChatConfig(Section):
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     strip_thinking: bool = Field(True, description="hide <think>…</think> from the environment")
     tool_role: Literal["tool", "user"] = Field("tool", description="role that tool results are rendered with")
+    history: Literal["template", "keep"] = Field(
+        "template",
+        description="what a template that rewrites past turns leads to: 'template' follows it in a new segment, "
+        "'keep' goes on from the ids the model saw",
+    )
 
 
 class RolloutConfig(Section):

@@ -102,8 +102,9 @@ def _check_content(index: int, message: Mapping[str, Any]) -> None:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PARTS or part.get(kind) is None:
+            allowed = ", ".join(PARTS)
             raise EnvError(
-                f"message {index} has part {part!r:.100}; a part is {{'type': T, T: value}}, T one of {', '.join(PARTS)}"
+                f"message {index} has part {part!r:.100}; a part is {{'type': T, T: value}} with T in {allowed}"
             )
 
 

@@ -108,7 +108,8 @@ def _tools_as_user(messages: list[Message]) -> list[Message]:
             title = f"Result of {message['name']}:" if message.get("name") else "Tool result:"
             message = {"role": "user", "content": f"{title}\n{message['content']}"}
         if out and out[-1]["role"] == message["role"] == "user" and (is_result or after_result):
-            message = {**out.pop(), "content": _join(out_content(out, message), message["content"])}
+            previous = out.pop()
+            message = {**previous, "content": _join(previous["content"], message["content"])}
         out.append(message)
         after_result = is_result
     return out
@@ -158,7 +159,12 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function", call))
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise TemplateError(
+                f"a tool call has arguments {arguments!r:.100}; they must be a mapping or its JSON text: {error}"
+            ) from error
     function = {"name": function.get("name"), "arguments": arguments}
     return {"id": call.get("id", _CALL_ID), "type": "function", "function": function}
 

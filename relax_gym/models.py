@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,21 +133,44 @@ def _fetch(config: ModelConfig, console: Console) -> Path:
 
 
 def _from_hub(config: ModelConfig) -> Path:
+    """The hub's own cache is asked alone when the hub does not answer at once: its client would retry for a minute."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*HUB_FILES, "*.py"] if config.trust_remote_code else HUB_FILES
+    silence = _hub_silence()
     try:
         folder = snapshot_download(
             config.name,
             revision=config.revision,
-            allow_patterns=patterns,
+            allow_patterns=[*HUB_FILES, "*.py"] if config.trust_remote_code else HUB_FILES,
             ignore_patterns=["*/*"],
-            etag_timeout=HUB_TIMEOUT,
+            local_files_only=silence is not None,
         )
     except Exception as error:  # the hub client has no common base error; whatever it was is one failed source
         cause = error.__cause__ or error
-        raise ModelError(f"{type(cause).__name__}: {_first_line(cause)}") from error
+        reason = silence and f"{silence}, and the model is not in its local cache"
+        raise ModelError(reason or f"{type(cause).__name__}: {_first_line(cause)}") from error
     return check_model(Path(folder))
+
+
+def _hub_silence() -> str | None:
+    """Why the hub cannot be asked, or None when it answers. Takes at most HUB_TIMEOUT seconds, name lookup included."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    answer = [f"{constants.ENDPOINT} did not answer within {HUB_TIMEOUT:g} s"]
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+            answer[0] = ""
+        except Exception as error:  # raised by whichever transport is configured; the text is all that is needed
+            answer[0] = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__}: {_first_line(error)})"
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT)
+    return answer[0] or None
 
 
 def _check_weights(path: Path) -> None:

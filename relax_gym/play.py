@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_gym.config import RolloutConfig
 from relax_gym.env import Env
@@ -124,7 +124,7 @@ def close_sessions(sessions: Sequence[Session]) -> None:
         session.close()
 
 
-async def gather(coroutines: Sequence[asyncio._CoroutineLike[Trajectory]]) -> list[Trajectory]:
+async def gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
     """Await all, in order; the first failure cancels the rest and is raised."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -110,7 +110,12 @@ class RunFolder:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of every complete checkpoint, oldest first."""
-        return sorted((int(folder.name.removeprefix("step-")), folder) for folder in self._checkpoints.glob("step-*"))
+        return list_checkpoints(self.path)
+
+
+def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every complete checkpoint of a run folder, oldest first."""
+    return sorted((int(folder.name.removeprefix("step-")), folder) for folder in run.glob("checkpoints/step-*"))
 
 
 def episode_record(trajectory: Trajectory) -> dict[str, Any]:

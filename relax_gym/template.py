@@ -239,9 +239,9 @@ class ChatTemplate:
     def _probe_dialect(self) -> Dialect:
         forms: list[Literal["string", "parts"]] = ["string", "parts"]
         for form in forms:
-            self.dialect = Dialect(content_form=form, tool_role=self.config.tool_role)
+            self.dialect = Dialect(content_form=form)
             if self.shows(self._say(user=SENTINEL), SENTINEL):
-                return self._probe_roles()
+                return self._probe_roles().replace(tool_role=self.config.tool_role)
         self.render(self._say(user=SENTINEL))
         raise TemplateError(
             f"the chat template of {self.name} shows no user messages; give another one in chat.template"
@@ -253,7 +253,6 @@ class ChatTemplate:
         tools = [PROBE_TOOL] if supports_tools else []
         dialect = Dialect(
             content_form=form,
-            tool_role=self.config.tool_role,
             supports_system=self.shows(self._say(system=SENTINEL, user="A question."), SENTINEL),
             supports_tools=supports_tools,
         )
@@ -275,8 +274,11 @@ class ChatTemplate:
 
     def _probe_answer(self) -> None:
         messages = self._say(user="A question.", assistant=SENTINEL)
-        head, _, tail = self.render(messages, prompt=False).partition(SENTINEL)
-        following = self.continuation(self._say(user="A question."))
+        try:
+            head, _, tail = self.render(messages, prompt=False).partition(SENTINEL)
+            following = self.continuation(messages[:1])
+        except TemplateError:
+            head = tail = following = ""  # Good for one turn only: a second one is refused when it comes.
         added = self.tokenizer.added_tokens_decoder
         tail_ids = self.encode(commonprefix([tail, following]))
         self.turn_end_at = next((index for index, id in enumerate(tail_ids) if id in added), 0)
@@ -322,8 +324,6 @@ class Transcript:
 
     def complete(self, text: str) -> None:
         """Take what the model said, without its turn end."""
-        if self._opened:
-            text = text.removeprefix("<think>")
         self._seen += squash(text)
         self._history.append(self._template.answer(self._opened + text))
 

@@ -20,6 +20,7 @@ from relax_gym.types import Message, Tool
 
 __all__ = ["MalformedCall", "ParsedAction", "ToolCall", "ToolEnv", "ToolError", "parse_tool_calls"]
 
+_SAFE_ID = re.compile(r"[\w-]{1,64}\Z", re.ASCII)
 _SHOWN = 200  # characters of a malformed call that are shown back to the model
 
 
@@ -145,8 +146,9 @@ class ToolEnv(Env):
     def _message(self, call: Call, content: str | list[dict[str, Any]]) -> Message:
         self._calls_answered += 1
         # nine letters and digits: the only form that every family's template accepts
-        call_id = call.id or f"call{self._calls_answered:05d}"
-        return {"role": "tool", "name": call.name or "invalid", "tool_call_id": call_id, "content": content}
+        call_id = call.id if call.id and _SAFE_ID.match(call.id) else f"call{self._calls_answered:05d}"
+        name = call.name if call.name in self._methods else "invalid"
+        return {"role": "tool", "name": name, "tool_call_id": call_id, "content": content}
 
 
 def _finish(coroutine: Coroutine[Any, Any, StepResult], env_name: str) -> StepResult:

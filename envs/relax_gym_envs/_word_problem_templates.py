@@ -40,7 +40,7 @@ THREE_STEPS: tuple[Template, ...] = (
     ("{n} reads {a} pages a day for {b} days, {m} {c} more. How many do both read?", lambda a, b, c: 2 * a * b + c),
 )
 RATES: tuple[Template, ...] = (
-    ("{b5}% of {a20} {t} sold at ${c} each come back. How many dollars are kept?", lambda a, b, c: (20 - b) * a * c),
+    ("{b5}% of {a20} {t} sold at ${c} each are returned. How many dollars are kept?", lambda a, b, c: (20 - b) * a * c),
     (
         "{n} drives {a20} miles at 20 mph, rests {b} hours, drives {ab} miles at {b} mph. How many hours is that?",
         lambda a, b, c: 2 * a + b,

@@ -6,8 +6,8 @@ import json
 import random
 from typing import Any
 
-from relax_gym import Message, StepResult, ToolEnv, user
-from relax_gym.tools import ToolError
+from relax_gym import Message, StepResult, user
+from relax_gym.tools import ToolEnv, ToolError
 from relax_gym_envs import _arithmetic
 from relax_gym_envs._text import check_range, last_number
 

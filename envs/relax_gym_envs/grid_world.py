@@ -47,7 +47,7 @@ class GridWorld(Env):
 
     def __init__(self, size: int = 5, walls: float = 0.2, max_steps: int | None = None) -> None:
         check_range("size", size, 2, 30)
-        check_range("walls", walls, 0, 0.6)
+        check_range("walls", walls, 0.0, 0.6)
         self.size, self.share, self.max_steps = size, walls, size * size if max_steps is None else max_steps
         check_range("max_steps", self.max_steps, 1, 10**6)
 

@@ -30,6 +30,7 @@ class GuessNumber(Env):
         check_range("high", high, 1, 10**9)
         check_range("low", low, 0, high - 1)
         check_range("max_guesses", max_guesses, 1, 10**6)
+        check_range("invalid_reward", invalid_reward, -1e6, 1e6)
         self.low, self.high, self.max_guesses = low, high, max_guesses
         self.style, self.invalid_reward = style, float(invalid_reward)
         self.pattern = rf"[0-9]{{1,{max(2, len(str(high)))}}}"

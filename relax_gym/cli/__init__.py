@@ -75,7 +75,7 @@ def first_known(error: BaseException) -> RelaxGymError | None:
 def _add_plugin_commands(app: typer.Typer, loaded: Plugins) -> None:
     for implementation in loaded.hook.register_commands.get_hookimpls():
         try:
-            implementation.function(app)
+            implementation.function(*(app for _ in implementation.argnames))
         except Exception as error:
             name = implementation.plugin_name
             loaded.broken.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,6 @@ PIPE_WIDTH = 500
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table for people. Cells are printed as they are: no markup in them is interpreted."""
-    import sys
 
     from rich.console import Console
     from rich.table import Table
@@ -43,3 +44,8 @@ def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--kwargs {pair!r} is malformed; write --kwargs key=value")
         kwargs[key.strip()] = parse_value(text)
     return kwargs
+
+
+def first_line(thing: object) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(thing) or "").partition("\n")[0]

@@ -29,8 +29,7 @@ PAD_SEGMENT = -1
 class Row:
     """One tree. `ids`, `positions`, `segments` have shape [L]; `members` are indices of the samples packed.
 
-    For each trained token, in the order of `members` and of the tokens in each: `predictors` is the index in the row
-    whose hidden state predicts it, `owners` its sample and `tokens` its index in that sample, all [N].
+    `predictors` [N] are the indices in the row whose hidden states predict the trained tokens, members in order.
     """
 
     members: tuple[int, ...]
@@ -38,8 +37,6 @@ class Row:
     positions: IntArray
     segments: IntArray
     predictors: IntArray
-    owners: IntArray
-    tokens: IntArray
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -132,18 +129,15 @@ def _split(samples: Sequence[TrainingSample], members: list[int], prompt: int, b
 def _row(samples: Sequence[TrainingSample], members: Sequence[int], prompt: int) -> Row:
     ids = [samples[members[0]].token_ids[:prompt].astype(np.int64)]
     positions, segments = [np.arange(prompt)], [np.zeros(prompt, dtype=np.int64)]
-    predictors, owners, tokens = [], [], []
+    predictors = []
     start = prompt
     for segment, index in enumerate(members, start=1):
         end = _input_length(samples[index])
         ids.append(samples[index].token_ids[prompt:end].astype(np.int64))
         positions.append(np.arange(prompt, end))
         segments.append(np.full(end - prompt, segment))
-        trained = np.flatnonzero(samples[index].loss_mask)
-        before = trained - 1
+        before = np.flatnonzero(samples[index].loss_mask) - 1
         predictors.append(np.where(before < prompt, before, before - prompt + start))
-        owners.append(np.full(len(trained), index))
-        tokens.append(trained)
         start += end - prompt
     return Row(
         members=tuple(members),
@@ -151,8 +145,6 @@ def _row(samples: Sequence[TrainingSample], members: Sequence[int], prompt: int)
         positions=np.concatenate(positions),
         segments=np.concatenate(segments),
         predictors=np.concatenate(predictors),
-        owners=np.concatenate(owners),
-        tokens=np.concatenate(tokens),
     )
 
 
@@ -170,20 +162,19 @@ def _fill(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
 
 def _collate(samples: Sequence[TrainingSample], rows: Sequence[Row]) -> MicroBatch:
     width = len(rows[0])
-    local = {index: number for number, index in enumerate(i for row in rows for i in row.members)}
-    owners = np.concatenate([row.owners for row in rows])
-    where = list(zip(owners.tolist(), np.concatenate([row.tokens for row in rows]).tolist(), strict=True))
-    sample = np.array([local[owner] for owner in owners.tolist()], dtype=np.int64)
+    members = [samples[index] for row in rows for index in row.members]
+    trained = [member.loss_mask.astype(bool) for member in members]
+    counts = np.array([mask.sum() for mask in trained], dtype=np.int64)
     return MicroBatch(
         ids=_pad([row.ids for row in rows], width, 0),
         positions=_pad([row.positions for row in rows], width, 0),
         segments=_pad([row.segments for row in rows], width, PAD_SEGMENT),
         predictors=np.concatenate([row.predictors + number * width for number, row in enumerate(rows)]),
-        targets=np.array([samples[i].token_ids[t] for i, t in where], dtype=np.int64),
-        sample=sample,
-        logprobs=np.array([samples[i].logprobs[t] for i, t in where], dtype=np.float32),
-        advantages=np.array([samples[i].advantages[t] for i, t in where], dtype=np.float32),
-        token_counts=np.bincount(sample, minlength=len(local)),
+        targets=np.concatenate([m.token_ids[mask] for m, mask in zip(members, trained, strict=True)]).astype(np.int64),
+        sample=np.repeat(np.arange(len(members)), counts),
+        logprobs=np.concatenate([m.logprobs[mask] for m, mask in zip(members, trained, strict=True)]),
+        advantages=np.concatenate([m.advantages[mask] for m, mask in zip(members, trained, strict=True)]),
+        token_counts=counts,
         real_tokens=sum(len(row) for row in rows),
     )
 

@@ -1,0 +1,1 @@
+"""In-process sampling with continuous batching. Importing this package loads no torch."""

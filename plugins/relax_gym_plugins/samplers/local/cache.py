@@ -75,10 +75,10 @@ class SlotCache(Cache):
         self.pools = [self._allocate(counts[shape], 0, 0, shape) for shape in kinds]
         self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._view_key: tuple[int, int] | None = None
-        self._write_index = self._source = self._gather = None
         self._write_index: Tensor
-        self._source: Tensor | None
-        self._gather: Tensor | None
+        self._source: Tensor
+        self._gather: Tensor | None = None
+        self._span = 0
 
     def _allocate(self, planes: int, rows: int, length: int, shape: tuple[int, int]) -> Tensor:
         return torch.zeros(planes, rows, length, *shape, dtype=self.dtype, device=self.device)
@@ -119,7 +119,7 @@ class SlotCache(Cache):
     def plan_decode(self, positions: Tensor, span: int) -> None:
         """The next forward has one new token for each row of [0, n) at `positions` [n]; it reads `span` positions."""
         rows = positions.shape[0]
-        self._source = self._gather = None
+        self._gather = None
         self._write_index = torch.arange(rows, device=self.device) * self.length + positions
         if self._view_key == (rows, span):
             return
@@ -144,22 +144,21 @@ class SlotCache(Cache):
         self._view_key = None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Store `[b, heads, q, size]` and return everything the planned rows may attend to, `[b, heads, span, size]`."""
+        """Store `[b, heads, q, size]`; return all that the planned rows may attend to, `[b, heads, span, size]`."""
         if self._gather is None:
             flat_keys, flat_values, keys, values = self._views[layer_idx]
             flat_keys.index_copy_(0, self._write_index, key_states.reshape(key_states.shape[0], -1))
             flat_values.index_copy_(0, self._write_index, value_states.reshape(value_states.shape[0], -1))
             return keys, values
         key, value = self._planes[layer_idx]
-        return self._prefill(key, key_states), self._prefill(value, value_states)
+        return self._prefill(key, key_states, self._gather), self._prefill(value, value_states, self._gather)
 
-    def _prefill(self, plane: Plane, states: Tensor) -> Tensor:
-        assert self._source is not None and self._gather is not None
+    def _prefill(self, plane: Plane, states: Tensor, rows: Tensor) -> Tensor:
         store = self.pools[plane.pool][plane.index]
         batch, heads, length, size = states.shape
         new = states.transpose(1, 2).reshape(batch * length, heads * size)
         store.view(self.rows * self.length, -1).index_copy_(0, self._write_index, new.index_select(0, self._source))
-        return store[:, : self._span].index_select(0, self._gather).transpose(1, 2)
+        return store[:, : self._span].index_select(0, rows).transpose(1, 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask only to make masks and positions, which the engine gives them."""

@@ -89,7 +89,7 @@ def _blocks(weights: Tensor) -> Tensor:
 
 
 def _inverse_cdf(weights: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds `number` × total: first its block, then the token in the block."""
+    """The first token whose cumulative weight exceeds `number` × total: first its block, then itself."""
     rows = torch.arange(weights.shape[0], device=weights.device)
     block, before = _first_above(sums, numbers * sums.sum(dim=1))
     inside = _blocks(weights)[rows, block].double()

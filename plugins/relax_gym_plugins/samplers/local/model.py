@@ -1,0 +1,154 @@
+"""A Hugging Face causal language model behind two calls: prefill a padded block, decode one token for each row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from relax_gym.errors import SamplerError
+from relax_gym_plugins.samplers.local.cache import ShapeProbe, SlotCache, pages
+from relax_gym_plugins.samplers.local.contexts import Context
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class ModelRunner:
+    """Runs the model on the rows of a `SlotCache`."""
+
+    def __init__(self, model: PreTrainedModel, *, max_rows: int, max_length: int) -> None:
+        self.model = model
+        self.model.train(False)
+        self.device, self.dtype = model.device, model.dtype
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        accepted = inspect.signature(model.forward).parameters
+        if "position_ids" not in accepted:
+            raise SamplerError(f"{type(model).__name__} takes no position_ids; the local sampler cannot batch it")
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self._extra: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._windows, self._by_layer_type = attention_windows(model.config.get_text_config())
+        self.cache = SlotCache(
+            self._probe(), max_rows=max_rows, max_length=max_length, dtype=self.dtype, device=self.device
+        )
+
+    @torch.inference_mode()
+    def _probe(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        probe = ShapeProbe()
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self._forward(zero, zero, probe, span=1)
+        if not probe.shapes:
+            raise SamplerError(f"{type(self.model).__name__} does not use its cache; the local sampler needs one")
+        return probe.shapes
+
+    def decode(self, contexts: Sequence[Context]) -> Tensor:
+        """Logits [n, vocabulary] after the last id of each context; context i must own row i and miss one id."""
+        positions = np.array([context.cached for context in contexts])
+        tokens = np.array([context.ids[context.cached] for context in contexts])
+        span = pages(int(positions.max()) + 1)
+        self.cache.reserve(len(contexts), span)
+        where = torch.from_numpy(positions).to(self.device)
+        self.cache.plan_decode(where, span)
+        block = torch.from_numpy(tokens).to(self.device).unsqueeze(1)
+        return self._forward(block, where.unsqueeze(1), self.cache, span)
+
+    def prefill(self, batch: Sequence[tuple[Context, int]]) -> Tensor:
+        """Run the next `size` missing ids of each context; logits [n, vocabulary] after the last of them.
+
+        The block is padded on the left, so that the logits needed are those of its last column.
+        """
+        width = max(size for _, size in batch)
+        tokens = np.zeros((len(batch), width), dtype=np.int64)
+        positions = np.zeros_like(tokens)
+        for line, (context, size) in enumerate(batch):
+            start = context.cached
+            tokens[line, width - size :] = context.ids[start : start + size]
+            positions[line, width - size :] = np.arange(start, start + size)
+        rows = np.array([context.row for context, _ in batch])
+        span = pages(int(positions.max()) + 1)
+        self.cache.reserve(int(rows.max()) + 1, span)
+        real = np.arange(width) >= width - np.array([size for _, size in batch])[:, None]
+        slots = (rows[:, None] * self.cache.length + positions)[real]
+        self.cache.plan_prefill(
+            torch.from_numpy(rows).to(self.device),
+            torch.from_numpy(slots).to(self.device),
+            torch.from_numpy(np.flatnonzero(real)).to(self.device),
+            span,
+        )
+        block, where = torch.from_numpy(tokens).to(self.device), torch.from_numpy(positions).to(self.device)
+        return self._forward(block, where, self.cache, span)
+
+    def _forward(self, tokens: Tensor, positions: Tensor, cache: Any, span: int) -> Tensor:
+        masks = {kind: self._mask(positions, span, window) for kind, window in self._windows.items()}
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=masks if self._by_layer_type else next(iter(masks.values())),
+            position_ids=positions,
+            use_cache=True,
+            **{self._cache_name: cache},
+            **self._extra,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _mask(self, positions: Tensor, span: int, window: int | None) -> Tensor:
+        """Additive [b, 1, q, span]. The lowest finite number and not -inf: eager attention must not make NaN of it."""
+        columns = torch.arange(span, device=self.device)
+        rows = positions.unsqueeze(-1)
+        hidden = columns > rows
+        if window is not None:
+            hidden |= columns <= rows - window
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(self.dtype).min).unsqueeze(1)
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy tensors into the model by name. Nothing is copied unless all names and shapes are right.
+
+        Raises:
+            SamplerError: names the missing, unknown or misshapen tensors.
+        """
+        own = self.model.state_dict(keep_vars=True)
+        unknown = sorted(weights.keys() - own.keys())
+        given = {id(own[name]) for name in weights.keys() - set(unknown)}
+        missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in given]
+        if unknown or missing:
+            raise SamplerError(
+                f"weights do not fit {type(self.model).__name__}: missing {_some(missing)}; unknown {_some(unknown)}; "
+                "give every parameter under its Hugging Face name, tied ones once"
+            )
+        for name, tensor in weights.items():
+            if tensor.shape != own[name].shape:
+                raise SamplerError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}; the model's is {tuple(own[name].shape)}"
+                )
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+
+def attention_windows(config: Any) -> tuple[dict[str, int | None], bool]:
+    """The sliding window (None: all) of each kind of layer, and whether the model takes masks by layer type.
+
+    Raises:
+        SamplerError: the model has layers that are neither full nor sliding-window attention.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unknown := sorted(kinds - {FULL, SLIDING}):
+        raise SamplerError(
+            f"{config.model_type} has layers of type {', '.join(unknown)}; the local sampler knows {FULL} and {SLIDING}"
+        )
+    if SLIDING in kinds:
+        return {FULL: None, SLIDING: window}, True
+    if kinds or not getattr(config, "use_sliding_window", True):
+        window = None
+    return {FULL: window}, False
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8]) or "none"
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,0 +1,138 @@
+"""`train`, `eval`, `view`: what is done with a run."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from relax_gym.types import Trajectory
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. train.steps=20.")
+]
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file of the run.")],
+    set_: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, play one episode, write nothing.")] = False,
+) -> None:
+    """Train a language model."""
+    from relax_gym.config import load_config
+
+    run = load_config(config, set_ or ())
+    if dry_run:
+        from relax_gym import dry_run as rehearsal
+
+        print(rehearsal.render(rehearsal.dry_run(run)))
+        return
+    from relax_gym.display import Display
+
+    try:
+        with Display(run):
+            from relax_gym.train import train as start
+
+            start(run, resume=resume)
+    except KeyboardInterrupt:
+        again = " ".join(["relax-gym train", str(config), *(f"--set {item}" for item in set_ or ()), "--resume"])
+        print(f"interrupted; continue with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="A TOML file, or the folder of a run.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Step of a checkpoint of the run, or a model folder. Default: the newest.")
+    ] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="Episodes of each env.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Play the held-out episodes and print how they went."""
+    from relax_gym.cli.output import print_table
+    from relax_gym.config import load_config
+    from relax_gym.evaluate import evaluate_run
+
+    config = load_config(run / "config.toml" if run.is_dir() else run, set_ or ())
+    model = find_model(run, checkpoint)
+    result = evaluate_run(config, model_path=model, episodes=episodes)
+    print(f"model: {model or config.model.name}")
+    print_table(EVALUATION_COLUMNS, evaluation_rows(result.trajectories))
+
+
+def view(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    step: Annotated[int | None, typer.Option(help="Only this step; 0 is before training. Default: the newest.")] = None,
+    episode: Annotated[str | None, typer.Option(help="Only the episode with this id.")] = None,
+    kind: Annotated[str | None, typer.Option(help="train, eval, or the reason a group was dropped.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Most episodes to show.")] = 3,
+) -> None:
+    """Show episodes: what was fed is dim, what the model said is bright and coloured by its probability."""
+    from rich.console import Console
+
+    from relax_gym.view import Wanted, read_episodes, render_episode, run_tokenizer
+
+    if best and worst:
+        raise typer.BadParameter("--best and --worst exclude each other")
+    order = "best" if best else "worst" if worst else None
+    wanted = Wanted(step=step, episode=episode, kind=kind, order=order, limit=limit)
+    records = read_episodes(run, wanted)
+    tokenizer = run_tokenizer(run)
+    console = Console(soft_wrap=True)
+    for record in records:
+        console.print(render_episode(record, tokenizer))
+
+
+EVALUATION_COLUMNS = ("env", "episodes", "reward", "accuracy", "turns", "tokens", "endings")
+
+
+def evaluation_rows(trajectories: Sequence[Trajectory]) -> list[tuple[str, ...]]:
+    """One row for each env."""
+    from relax_gym.metrics import episode_metrics
+
+    rows = []
+    for env in sorted({trajectory.task.env_id for trajectory in trajectories}):
+        of_env = [trajectory for trajectory in trajectories if trajectory.task.env_id == env]
+        metrics = episode_metrics(of_env)
+        verdicts = [bool(t.info["correct"]) for t in of_env if "correct" in t.info]
+        endings = Counter(str(trajectory.stop_reason) for trajectory in of_env)
+        rows.append(
+            (
+                env,
+                str(len(of_env)),
+                f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else "unscored",
+                f"{sum(verdicts) / len(verdicts):.3f}" if verdicts else "-",
+                f"{metrics['episode/turns']:.1f}",
+                f"{metrics['episode/tokens']:.1f}",
+                ", ".join(f"{reason} {count}" for reason, count in endings.most_common()),
+            )
+        )
+    return rows
+
+
+def find_model(run: Path, checkpoint: str | None) -> Path | None:
+    """The model folder to evaluate; None means the config's own model.
+
+    Raises:
+        RunFolderError: the run has no such checkpoint; says which it has.
+    """
+    from relax_gym.errors import RunFolderError
+    from relax_gym.run_folder import list_checkpoints
+
+    if checkpoint is not None and not checkpoint.isdigit():
+        return Path(checkpoint)
+    found = dict(list_checkpoints(run)) if run.is_dir() else {}
+    if checkpoint is None:
+        return found[max(found)] if found else None
+    if int(checkpoint) not in found:
+        steps = ", ".join(map(str, found)) or "none"
+        raise RunFolderError(f"{str(run)!r} has no checkpoint of step {checkpoint}; it has: {steps}")
+    return found[int(checkpoint)]

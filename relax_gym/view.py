@@ -1,0 +1,178 @@
+"""Episodes of a run, for a terminal. Whatever a model or an env wrote is shown as it is and can do nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from relax_gym.errors import RunFolderError
+from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Record = Mapping[str, Any]
+"""One line of episodes.jsonl."""
+
+CONTEXT, SURE, DOUBTFUL, UNLIKELY = "dim", "bold green", "bold yellow", "bold red"
+LONGEST_CHARACTER = 4
+MAX_REPEATS = 4
+# Control characters, and the marks that reorder or hide text around them.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which episodes to show. None means any; without `step` and `episode`, those of the newest step that has some."""
+
+    step: int | None = None
+    episode: str | None = None
+    kind: str | None = None
+    order: str | None = None
+    """"best" or "worst" by reward; None keeps the order of the file."""
+    limit: int = 3
+
+
+def printable(text: str) -> str:
+    """Text that cannot move the cursor, change colours or reorder its neighbours: such characters become \\x1b, \\u202e."""
+    return UNPRINTABLE.sub(lambda match: ascii(match.group())[1:-1], text)
+
+
+def message_text(message: Message) -> str:
+    """A message in one string: `role: text`; media as `<image>`, tool calls as JSON."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        parts = [part["text"] if part.get("type") == "text" else f"<{part.get('type')}>" for part in content]
+        content = "".join(map(str, parts))
+    calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return printable(f"{message['role']}: " + "\n".join(filter(None, [content, *calls])))
+
+
+def read_episodes(run: Path, wanted: Wanted) -> list[Record]:
+    """The episodes of a run folder that were asked for.
+
+    Raises:
+        RunFolderError: no such run, or nothing matches; says what there is.
+    """
+    if not (run / "config.toml").exists():
+        raise RunFolderError(f"{str(run)!r} is not a run folder: it has no config.toml; give the run_dir of a training run")
+    every = read_lines(run / "episodes.jsonl")
+    found = [record for record in every if _matches(record, wanted)]
+    if not found:
+        steps = sorted({record["step"] for record in every})
+        kinds = ", ".join(sorted({record["kind"] for record in every}))
+        there = f"steps {steps[0]} to {steps[-1]} of kind {kinds}" if every else "none yet"
+        raise RunFolderError(f"no episode of {str(run)!r} matches; it has {there}")
+    if wanted.step is None and wanted.episode is None:
+        newest = max(record["step"] for record in found)
+        found = [record for record in found if record["step"] == newest]
+    if wanted.order is not None:
+        found = [record for record in found if record["reward"] is not None] or found
+        found.sort(key=lambda record: record["reward"] or 0.0, reverse=wanted.order == "best")
+    return found[: wanted.limit]
+
+
+def _matches(record: Record, wanted: Wanted) -> bool:
+    asked = (("step", wanted.step), ("episode_id", wanted.episode), ("kind", wanted.kind))
+    return all(value is None or record[key] == value for key, value in asked)
+
+
+def run_tokenizer(run: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the newest checkpoint, else of the config's model; None when neither can be loaded here."""
+    from relax_gym.config import load_config
+    from relax_gym.errors import ModelError
+    from relax_gym.models import load_tokenizer, resolve_model
+
+    checkpoints = list_checkpoints(run)
+    try:
+        if checkpoints:
+            return load_tokenizer(checkpoints[-1][1])
+        return load_tokenizer(resolve_model(load_config(run / "config.toml").model))
+    except ModelError:
+        return None  # the run may come from another machine; its text can still be shown
+
+
+def render_episode(record: Record, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    """One episode: a header, every turn, and how it ended."""
+    out = Text()
+    head = f"episode {record['episode_id']}  {record['env_id']}  seed {record['seed']}  step {record['step']}"
+    out.append(printable(f"── {head}  {record['kind']} ──\n"), style="bold cyan")
+    for number, turn in enumerate(record["turns"], start=1):
+        out.append(f"turn {number}\n", style="cyan")
+        out.append(_turn_tokens(turn, tokenizer) if tokenizer is not None else _turn_text(turn))
+        out.append(_turn_facts(turn), style="cyan")
+    for message in record["final_observation"]:
+        out.append(message_text(message) + "\n", style=CONTEXT)
+    out.append(_ending(record))
+    return out
+
+
+def _turn_tokens(turn: Record, tokenizer: PreTrainedTokenizerBase) -> Text:
+    out = Text()
+    if turn["new_segment"]:
+        out.append("[new segment: this prompt does not extend the one before]\n", style="cyan")
+    for piece, _ in _pieces(turn["context_ids"], [0.0] * len(turn["context_ids"]), tokenizer):
+        out.append(printable(piece), style=CONTEXT)
+    for piece, logprob in _pieces(turn["token_ids"], turn["logprobs"], tokenizer):
+        out.append(printable(piece), style=_colour(logprob))
+    return out.append("\n")
+
+
+def _turn_text(turn: Record) -> Text:
+    out = Text()
+    for message in turn["observation"]:
+        out.append(message_text(message) + "\n", style=CONTEXT)
+    return out.append(printable(f"model: {turn['text']}\n"), style="bold")
+
+
+def _pieces(
+    ids: Sequence[int], logprobs: Sequence[float | None], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, float]]:
+    """(text, lowest log-prob) of each run of tokens that makes whole characters. Long repeats (image pads) are counted."""
+    repeats = [(token, len(list(same))) for token, same in groupby(ids)]
+    position, before, waiting = 0, [], []
+    for token, count in repeats:
+        shown = 1 if count > MAX_REPEATS else count
+        for _ in range(shown):
+            waiting.append((token, logprobs[position]))
+            position += 1
+            whole = [*before, *(token for token, _ in waiting)]
+            piece = str(tokenizer.decode(whole))[len(str(tokenizer.decode(before))) :]
+            if piece.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER and position < len(ids):
+                continue
+            yield piece, min(0.0 if value is None else value for _, value in waiting)
+            before, waiting = [token], []
+        if shown < count:
+            position += count - shown
+            yield f"×{count}", 0.0
+
+
+def _colour(logprob: float) -> str:
+    """How sure the model was: at least 1 in 2, at least 1 in 20, less."""
+    return SURE if logprob >= -0.7 else DOUBTFUL if logprob >= -3.0 else UNLIKELY
+
+
+def _turn_facts(turn: Record) -> str:
+    reward = "the env did not answer" if turn["reward"] is None else f"reward {turn['reward']:g}"
+    versions = sorted(set(turn["versions"]))
+    tokens = f"{len(turn['token_ids'])} tokens of version {', '.join(map(str, versions)) or '-'}"
+    return f"  {reward}  {tokens}  finish {turn['finish_reason']}\n"
+
+
+def _ending(record: Record) -> Text:
+    reward = "unscored" if record["reward"] is None else f"{record['reward']:.4g}"
+    parts = [f"{name} {'unscored' if value is None else f'{value:.4g}'}" for name, value in record["rewards"].items()]
+    out = Text(printable(f"stop {record['stop_reason']}  reward {reward} ({', '.join(parts)})\n"), style="bold cyan")
+    error = record["error"]
+    if error:
+        out.append(printable(f"error at turn {error['turn']}: {error['message']}\n"), style="bold red")
+        out.append(printable(error["traceback"].rstrip() + "\n"), style="red")
+    return out

@@ -1,0 +1,122 @@
+"""The queue's promises, on its real code with every interleaving of a small model."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from relax_gym.errors import StalenessError
+from relax_gym.rollout_queue import RolloutQueue
+from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, Trajectory, Turn
+
+
+def group(slot: int, version: int) -> Group:
+    said = Completion(token_ids=(1,), logprobs=(0.0,), versions=(version,), finish_reason=FinishReason.STOP)
+    turn = Turn(observation=(), context_ids=(0,), completion=said, text="", action="")
+    one = Trajectory(
+        task=Task(env_id="a/B-v0", seed=slot), episode_id=str(slot), turns=(turn,), stop_reason=StopReason.ENV_DONE
+    )
+    return Group(group_id=str(slot), slot=slot, trajectories=(one,))
+
+
+async def settle() -> None:
+    """Let everything that can run, run."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def admitted(queue: RolloutQueue) -> list[int]:
+    """All slots that may start right now."""
+    slots = []
+    while True:
+        task = asyncio.ensure_future(queue.admit())
+        await settle()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return slots
+        if task.result() is None:
+            return slots
+        slots.append(task.result())
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, [0, 1]), (1, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4, 5])])
+def test_admission_is_bounded_by_the_version_and_the_last_step(staleness: int, expected: list[int]) -> None:
+    async def main() -> list[int]:
+        queue = RolloutQueue(groups_per_step=2, max_staleness=staleness, first_step=0, last_step=3)
+        return await admitted(queue)
+
+    assert asyncio.run(main()) == expected
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("per_step", [1, 2])
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_k101_no_order_of_finishing_deadlocks_or_breaks_the_bound(
+    staleness: int, per_step: int, first_step: int
+) -> None:
+    last_step = first_step + 3
+
+    async def play(order: tuple[int, ...]) -> tuple[int, int]:
+        queue = RolloutQueue(
+            groups_per_step=per_step, max_staleness=staleness, first_step=first_step, last_step=last_step
+        )
+        running: dict[int, int] = {}
+        choices = itertools.cycle(order)
+        version, worst = first_step, 0
+        while version < last_step:
+            running |= dict.fromkeys(await admitted(queue), version)
+            batch = asyncio.ensure_future(queue.get(version))
+            await settle()
+            while not batch.done():
+                assert running, "nothing is running and the learner waits: deadlock"
+                slot = sorted(running)[next(choices) % len(running)]
+                await queue.put(slot, group(slot, running.pop(slot)))
+                await settle()
+            for got in batch.result():
+                worst = max(worst, version - got.trajectories[0].turns[0].completion.versions[0])
+            version += 1
+            await queue.advance(version)
+        assert await queue.admit() is None
+        assert queue.admitted == queue.consumed == 3 * per_step
+        assert queue.in_flight == queue.queued == 0
+        return worst, queue.consumed
+
+    lags = [asyncio.run(play(order))[0] for order in itertools.product(range(3), repeat=4)]
+    assert max(lags) <= staleness
+    if staleness == 0:
+        assert set(lags) == {0}
+
+
+def test_k99_dropped_slots_are_counted_and_their_step_goes_on() -> None:
+    async def main() -> tuple[list[int], dict[str, int]]:
+        queue = RolloutQueue(groups_per_step=2, max_staleness=0, first_step=0, last_step=1)
+        await admitted(queue)
+        await queue.drop(0, "zero_variance")
+        await queue.put(1, group(1, 0))
+        got = [g.slot for g in await queue.get(0)]
+        assert queue.admitted == queue.consumed + queue.queued + queue.in_flight + sum(queue.dropped.values())
+        return got, dict(queue.dropped)
+
+    assert asyncio.run(main()) == ([1], {"zero_variance": 1})
+
+
+def test_k100_a_stale_token_is_refused_at_the_learner() -> None:
+    async def main() -> None:
+        queue = RolloutQueue(groups_per_step=1, max_staleness=1, first_step=5, last_step=9)
+        await queue.admit()
+        await queue.put(5, group(5, 3))
+        await queue.get(5)
+
+    with pytest.raises(StalenessError, match="version 3, 2 behind version 5; max_staleness is 1"):
+        asyncio.run(main())
+
+
+def test_a_slot_handed_in_twice_is_a_bug() -> None:
+    async def main() -> None:
+        queue = RolloutQueue(groups_per_step=2, max_staleness=0, first_step=0, last_step=1)
+        await queue.put(0, group(0, 0))
+        await queue.put(0, group(0, 0))
+
+    with pytest.raises(ValueError, match="slot 0 was handed in twice"):
+        asyncio.run(main())

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from relax_gym.config import EnvConfig
+from relax_gym.errors import ConfigError
+from relax_gym.tasks import EVAL_SEEDS, TaskSource
+
+GUESS = EnvConfig(id="relax_gym/GuessNumber-v0")
+
+
+def rows(tmp_path, count: int) -> EnvConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}", "answer": str(i)}) + "\n" for i in range(count)))
+    return EnvConfig(id="relax_gym/Dataset-v0", kwargs={"path": str(path)})
+
+
+def test_k113_a_task_depends_on_seed_slot_and_attempt_only() -> None:
+    one, two = (TaskSource([GUESS], seed=3, eval_episodes=2) for _ in range(2))
+    assert two.task(500) == one.task(500)
+    assert len({one.task(slot, attempt).seed for slot in range(50) for attempt in range(3)}) == 150
+    assert TaskSource([GUESS], seed=4, eval_episodes=2).task(0) != one.task(0)
+
+
+def test_evaluation_seeds_never_meet_training_seeds() -> None:
+    source = TaskSource([GUESS], seed=0, eval_episodes=20)
+    assert all(task.seed >= EVAL_SEEDS for task in source.eval_tasks())
+    assert all(source.task(slot).seed < EVAL_SEEDS for slot in range(200))
+    assert TaskSource([GUESS], seed=7, eval_episodes=20).eval_tasks() == source.eval_tasks()
+
+
+def test_k113_every_row_comes_once_an_epoch_and_held_out_rows_never(tmp_path) -> None:
+    source = TaskSource([rows(tmp_path, 13)], seed=0, eval_episodes=3)
+    held_out = {task.options["row"]["prompt"] for task in source.eval_tasks()}
+    epochs = [[source.task(slot).options["row"]["prompt"] for slot in range(e * 10, e * 10 + 10)] for e in range(2)]
+    assert len(held_out) == 3
+    assert set(epochs[0]) == set(epochs[1]) == {f"q{i}" for i in range(13)} - held_out
+    assert epochs[0] != epochs[1]
+    replacement = source.task(4, attempt=2).options["row"]["prompt"]
+    assert replacement not in held_out
+
+
+def test_weights_mix_envs(tmp_path) -> None:
+    mixture = [GUESS.model_copy(update={"weight": 3.0}), EnvConfig(id="relax_gym/TicTacToe-v0")]
+    source = TaskSource(mixture, seed=0, eval_episodes=1)
+    share = sum(source.task(slot).env_id == GUESS.id for slot in range(1000)) / 1000
+    assert 0.7 < share < 0.8
+    assert [task.env_id for task in source.eval_tasks()] == [GUESS.id, "relax_gym/TicTacToe-v0"]
+
+
+def test_too_few_rows_to_hold_out(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"has 3 rows but eval.episodes = 5"):
+        TaskSource([rows(tmp_path, 3)], seed=0, eval_episodes=5)
+
+
+def test_separate_evaluation_rows(tmp_path) -> None:
+    train = rows(tmp_path, 4)
+    other = tmp_path / "eval.jsonl"
+    other.write_text('{"prompt": "held out", "answer": "1"}\n')
+    source = TaskSource([train.model_copy(update={"eval_kwargs": {"path": str(other)}})], seed=0, eval_episodes=2)
+    assert [task.options["row"]["prompt"] for task in source.eval_tasks()] == ["held out"] * 2
+    assert all(task.kwargs["path"] == str(other) for task in source.eval_tasks())

@@ -1,0 +1,68 @@
+import asyncio
+import threading
+
+import pytest
+
+from relax_gym.workers import WorkerThreads, WorkerTimeout
+
+
+def test_calls_run_off_the_loop_and_reuse_threads() -> None:
+    async def main() -> tuple[set[int], int]:
+        threads = WorkerThreads("t")
+        seen = {await threads.call(threading.get_ident) for _ in range(5)}
+        threads.close()
+        return seen, threading.get_ident()
+
+    seen, loop_thread = asyncio.run(main())
+    assert len(seen) == 1
+    assert loop_thread not in seen
+
+
+def test_a_hung_call_times_out_and_its_thread_is_replaced() -> None:
+    release = threading.Event()
+
+    async def main() -> tuple[int, int]:
+        threads = WorkerThreads("t", limit=1)
+        first = await threads.call(threading.get_ident)
+        with pytest.raises(WorkerTimeout, match=r"took longer than 0.05 seconds"):
+            await threads.call(lambda: release.wait(20), timeout=0.05)
+        second = await threads.call(threading.get_ident)
+        release.set()
+        return first, second
+
+    first, second = asyncio.run(main())
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ValueError("x"), ValueError),
+        (TimeoutError("own"), TimeoutError),
+        (SystemExit(3), RuntimeError),
+        (StopIteration(), RuntimeError),
+    ],
+)
+def test_what_the_function_raises_arrives_and_the_thread_lives_on(
+    raised: BaseException, expected: type[Exception]
+) -> None:
+    def fail() -> None:
+        raise raised
+
+    async def main() -> int:
+        threads = WorkerThreads("t", limit=1)
+        with pytest.raises(expected) as caught:
+            await threads.call(fail, timeout=5)
+        assert not isinstance(caught.value, WorkerTimeout)
+        return await threads.call(lambda: 7)
+
+    assert asyncio.run(main()) == 7
+
+
+def test_waiting_for_a_thread_is_not_run_time() -> None:
+    async def main() -> list[int]:
+        threads = WorkerThreads("t", limit=1)
+        pause = threading.Event()
+        return await asyncio.gather(*(threads.call(lambda i=i: pause.wait(0.1) or i, timeout=0.5) for i in range(8)))
+
+    assert asyncio.run(main()) == list(range(8))

@@ -1,0 +1,245 @@
+"""Log-probs and entropies of the trained tokens, without ever holding the logits of all tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_gym.errors import ModelError
+from relax_gym_trainers.torch_learner.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROBE_TOLERANCE = 1e-4
+"""Largest relative difference of float32 logits that two ways to compute the same thing may have on the probe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """From the last hidden state to logits at the sampling temperature: softcap(scale · (W h + b)) / temperature."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+    temperature: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, temperature: float) -> Head | None:
+        """The head of a causal LM, or None when it is not a plain linear layer."""
+        linear = model.get_output_embeddings()
+        if type(linear) is not torch.nn.Linear:
+            return None
+        config = model.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1.0)
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(weight=linear.weight, bias=linear.bias, scale=scale, softcap=softcap, temperature=temperature)
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    """(hidden [N, H], W [V, H], b [V]) → log-prob of the target and entropy, [N] each; the logits are computed again
+    in backward, `chunk` tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        dtype: torch.dtype,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.head, ctx.dtype, ctx.chunk = head, dtype, chunk
+        weight_, outputs = weight.to(dtype), []
+        for part, target in zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True):
+            logits, _ = _logits(part, weight_, bias, head)
+            outputs.append(logprobs_and_entropy(logits, target))
+        logprobs, entropy = (torch.cat(values) for values in zip(*outputs, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        head, dtype, chunk = ctx.head, ctx.dtype, ctx.chunk
+        grad_logprobs, grad_entropy = grads
+        weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits, slope = _logits(hidden_[rows], weight_, bias, head)
+            grad = _grad_logits(
+                logits,
+                targets[rows],
+                entropy[rows],
+                None if grad_logprobs is None else grad_logprobs[rows],
+                None if grad_entropy is None else grad_entropy[rows],
+            )
+            grad.mul_(slope)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0).to(grad_bias.dtype)
+            grad = grad.to(dtype)
+            grad_hidden[rows] = (grad @ weight_).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden_[rows]
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> tuple[Tensor, Tensor | float]:
+    """Logits [n, V] in float32 or better, and their slope against W h + b."""
+    raw = torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
+    logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    slope: Tensor | float = head.scale / head.temperature
+    if head.softcap is None:
+        return (logits.mul_(slope) if slope != 1.0 else logits), slope
+    capped = logits.mul_(head.scale / head.softcap).tanh_()
+    return capped * (head.softcap / head.temperature), (1 - capped.square()) * slope
+
+
+def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log softmax(logits)[target] and the entropy of softmax(logits), [n, V] and [n] → [n] each."""
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
+    probabilities = (logits - normaliser[:, None]).exp_()
+    # A logit of -inf (a masked vocabulary entry) has probability 0 and adds nothing: 0 · -inf would be NaN.
+    mean_logit = torch.linalg.vecdot(probabilities, logits.clamp(min=torch.finfo(logits.dtype).min))
+    return logprobs, normaliser - mean_logit
+
+
+def _grad_logits(
+    logits: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
+    """d/dlogits: g_ℓ (onehot − p) − g_H p (log p + H), [n, V]; overwrites `logits`."""
+    log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    p = log_p.exp()
+    factor = -grad_logprobs[:, None] if grad_logprobs is not None else torch.zeros_like(entropy)[:, None]
+    if grad_entropy is not None:
+        factor = factor - grad_entropy[:, None] * log_p.clamp_(min=torch.finfo(log_p.dtype).min).add_(entropy[:, None])
+    grad = p.mul_(factor)
+    if grad_logprobs is not None:
+        grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
+    return grad
+
+
+class Policy:
+    """A causal LM as something that scores micro-batches.
+
+    The model stays in eval mode: dropout would make π/π_old compare dropout masks instead of policies.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, dtype: torch.dtype, chunk: int, share_prefix: bool
+    ) -> None:
+        """`model` is the bare causal LM (adapters, if any, are inside it). Runs it twice on a few tokens."""
+        self.model = model
+        self.temperature = temperature
+        self.dtype = dtype
+        self.chunk = chunk
+        self.backbone: Any = model.base_model
+        self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        self.head = Head.of(model, temperature)
+        if self.head is not None and not self._head_agrees():
+            self.head = None
+        self.share_prefix = share_prefix and self._attends_freely() and self._branches_agree()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Holds the low-precision copies of the weights for all `score` calls inside.
+
+        The weights must not change inside, and calls with and without gradient must not share one: the copies made
+        without gradient would cut the graph of those that follow.
+        """
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            yield
+
+    def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy (nats, at the temperature) of each trained token, [N] each, float32 or better."""
+        predictors = torch.from_numpy(batch.predictors).to(self.device)
+        targets = torch.from_numpy(batch.targets).to(self.device)
+        inputs = self._inputs(batch.ids, batch.positions, batch.segments, batch.branches)
+        if self.head is None:
+            rows = self.model(**inputs).logits.flatten(0, 1).index_select(0, predictors)
+            with torch.autocast(self.device.type, enabled=False):
+                logits = rows.to(torch.promote_types(rows.dtype, torch.float32)) / self.temperature
+                return logprobs_and_entropy(logits, targets)
+        hidden = self.backbone(**inputs).last_hidden_state.flatten(0, 1).index_select(0, predictors)
+        head = self.head
+        with torch.autocast(self.device.type, enabled=False):
+            dtype = self.dtype if head.weight.dtype == torch.float32 else head.weight.dtype
+            return _HeadLogProbs.apply(hidden, head.weight, head.bias, targets, head, dtype, self.chunk)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _inputs(self, ids: Any, positions: Any, segments: Any, branches: bool) -> dict[str, Any]:
+        ids = torch.from_numpy(ids).to(self.device)
+        if not branches:
+            # Pads are on the right, where causal attention never looks from a real token.
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        mask = tree_mask(torch.from_numpy(segments).to(self.device))
+        if self.model.config._attn_implementation == "eager":
+            dtype = self.model.dtype
+            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        positions = torch.from_numpy(positions).to(self.device)
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+
+    def _attends_freely(self) -> bool:
+        """Whether every layer attends to the whole context and takes a mask of ours."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None)
+        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        full = all(kind == "full_attention" for kind in kinds) if kinds else not windowed
+        chunked = getattr(config, "attention_chunk_size", None)
+        known = config._attn_implementation in ("sdpa", "eager")
+        return self.takes_positions and full and not chunked and known
+
+    @torch.no_grad()
+    def _head_agrees(self) -> bool:
+        """Whether hidden states through `head` are the model's own logits."""
+        assert self.head is not None
+        inputs = self._inputs(np.arange(1, 9)[None] % self.model.config.get_text_config().vocab_size, None, None, False)
+        expected = self.model(**inputs).logits.float() / self.temperature
+        got, _ = _logits(
+            self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype), self.head.weight, self.head.bias, self.head
+        )
+        return got.shape == expected.shape and _close(got.float(), expected)
+
+    @torch.no_grad()
+    def _branches_agree(self) -> bool:
+        """Whether a prompt and two answers in one row give what each answer alone gives."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        ids = np.array([[1, 2, 3, 4, 5, 6, 7, 8]]) % vocabulary
+        positions, segments = np.array([[0, 1, 2, 3, 4, 3, 4, 5]]), np.array([[0, 0, 0, 1, 1, 2, 2, 2]])
+        alone = self._inputs(ids[:, [0, 1, 2, 5, 6, 7]], None, None, False)
+        expected = self.backbone(**alone).last_hidden_state[:, -1].float()
+        got = self.backbone(**self._inputs(ids, positions, segments, True)).last_hidden_state[:, -1].float()
+        return _close(got, expected)
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    if not bool(expected.isfinite().all()):
+        raise ModelError("the model gives non-finite numbers on a plain prompt; its weights are broken")
+    return bool((got - expected).abs().max() <= PROBE_TOLERANCE * expected.abs().max())
+
+
+def tree_mask(segments: Tensor) -> Tensor:
+    """Segments [R, L] → who sees whom, bool [R, 1, L (query), L (key)]: earlier tokens of segment 0 and one's own."""
+    query, key = segments[:, :, None], segments[:, None, :]
+    order = torch.arange(segments.shape[1], device=segments.device)
+    return (((key == 0) | (key == query)) & (order[None, :, None] >= order[None, None, :]))[:, None]

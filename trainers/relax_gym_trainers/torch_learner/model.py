@@ -1,0 +1,152 @@
+"""Loads the causal LM that is trained, chooses what of it is trainable, and gives its weights as plain ones."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from relax_gym.errors import ConfigError, ModelError, suggestion
+from relax_gym_trainers.torch_learner.options import LoraOptions, TorchLearnerOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LORA_WRAPPER = ".base_layer."
+
+
+def load_model(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The causal LM of a folder, weights in float32.
+
+    Raises:
+        ModelError: transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device or the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"learner.device = {name!r} is no torch device; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"learner.device = {name!r}, but torch sees no CUDA device here; use auto or cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" or _cpu_has_bfloat16() else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _cpu_has_bfloat16() -> bool:
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text(encoding="utf-8").split() if info.exists() else []
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed: int) -> None:
+    """Freeze what `freeze` names, or put adapters into the model and freeze the rest.
+
+    Raises:
+        ConfigError: a pattern or target that matches nothing, nothing left to train, or peft is missing.
+    """
+    if options.lora is not None:
+        if options.freeze:
+            raise ConfigError("learner.freeze and learner.lora exclude each other: lora already freezes all but adapters")
+        _add_adapters(model, options.lora, seed)
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in options.freeze:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise ConfigError(f"learner.freeze: {pattern!r} matches no parameter{suggestion(pattern, names)}")
+        for name in matched:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"learner.freeze = {list(options.freeze)} leaves no parameter to train")
+
+
+def _add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> None:
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError('learner.lora needs peft: pip install "relax-gym[lora]"') from error
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise ConfigError(f"learner.lora.targets = {options.targets!r}: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    for name, module in model.named_modules():
+        if "lora_dropout" in name:
+            module.train()
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Recompute each layer's activations in backward."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # Only the layer itself asks whether it is training before it checkpoints; what is inside stays in eval mode.
+            module.training = True
+
+
+def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters under their Hugging Face names, tied ones once, adapters merged into what they adapt."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            continue
+        tensor = parameter.detach()
+        if LORA_WRAPPER in name:
+            layer: Any = model.get_submodule(name.rpartition(LORA_WRAPPER)[0])
+            if name.endswith(".weight"):
+                with torch.no_grad():
+                    for adapter in layer.active_adapters:
+                        tensor = tensor + layer.get_delta_weight(adapter)
+            name = name.replace(LORA_WRAPPER, ".")
+        yield name, tensor
+
+
+def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool) -> None:
+    """Write float32 safetensors and the config; `adapted` says whether adapters must be merged first."""
+    if not adapted:
+        model.save_pretrained(folder)
+        return
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(model.config)
+    plain.load_state_dict(dict(plain_weights(model)), strict=False, assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    plain.save_pretrained(folder)

@@ -1,0 +1,183 @@
+"""One optimizer update's gradient: micro-batches in, accumulated `.grad` out."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from relax_gym.algorithm import Algorithm, TrainedTokens
+from relax_gym.errors import TrainingError
+from relax_gym.types import Metrics, TrainingSample
+from relax_gym_trainers.functional import kl_estimate, token_weights
+from relax_gym_trainers.torch_learner.logprobs import Policy
+from relax_gym_trainers.torch_learner.optimizer import non_finite
+from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """What one update trains on. The totals are those of all its samples, the skipped ones included."""
+
+    micro_batches: Sequence[MicroBatch]
+    total_tokens: int
+    total_samples: int
+    saved_tokens: int
+
+
+def plan(samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool, skip_flat: bool) -> Part:
+    """Pack samples for one update. `skip_flat` leaves out samples all of whose advantages are 0: no policy gradient."""
+    trained = [sample for sample in samples if sample.trained_tokens]
+    used = [s for s in trained if not skip_flat or s.advantages[s.loss_mask.astype(bool)].any()]
+    micro_batches = pack(used, budget=budget, share_prefix=share_prefix)
+    alone = sum(int(sample.loss_mask.nonzero()[0][-1]) for sample in used)
+    return Part(
+        micro_batches=micro_batches,
+        total_tokens=sum(sample.trained_tokens for sample in trained),
+        total_samples=len(trained),
+        saved_tokens=alone - sum(batch.real_tokens for batch in micro_batches),
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Means over tokens and maxima, collected over micro-batches."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def mean(self, **values: Tensor) -> None:
+        """Add tokens to the mean of each name."""
+        for name, value in values.items():
+            self.sums[name] += value.double().sum().item()
+            self.counts[name] += value.numel()
+
+    def maximum(self, name: str, value: Tensor) -> None:
+        """Take the largest of `value` and what was seen before."""
+        self.maxima[name] = max(self.maxima.get(name, -math.inf), value.max().item())
+
+    def metrics(self) -> Metrics:
+        """All of it by name."""
+        return {name: total / self.counts[name] for name, total in self.sums.items()} | self.maxima
+
+
+def score_all(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Log-probs without gradient, one tensor [N] for each micro-batch."""
+    with torch.no_grad(), policy.autocast():
+        return [policy.score(batch)[0] for batch in micro_batches]
+
+
+def accumulate_policy_gradient(
+    policy: Policy,
+    algorithm: Algorithm,
+    part: Part,
+    *,
+    old: Sequence[Tensor] | None,
+    reference: Sequence[Tensor] | None,
+    tally: Tally,
+    first: bool,
+    step: int,
+) -> float:
+    """Add the gradient of the update's loss to `.grad` and return the loss.
+
+    `old` are the log-probs the ratio is taken against, None for the policy as it is now; `reference` those of the frozen
+    model, None without KL; one tensor for each micro-batch. `first` says that the weights still are those of the batch's
+    version, so that what the sampler reported can be compared with what the learner computes.
+
+    Raises:
+        TrainingError: the loss is not finite.
+    """
+    total = 0.0
+    with policy.autocast():
+        for index, batch in enumerate(part.micro_batches):
+            logprobs, entropy = policy.score(batch)
+            rollout = torch.from_numpy(batch.logprobs).to(logprobs)
+            # The loss is a function of [N] numbers: differentiated apart from the model, its pieces can be looked at.
+            leaf = logprobs.detach().requires_grad_()
+            tokens = TrainedTokens(
+                logprobs=leaf,
+                old_logprobs=logprobs.detach() if old is None else old[index],
+                rollout_logprobs=rollout,
+                advantages=torch.from_numpy(batch.advantages).to(logprobs),
+                sample=torch.from_numpy(batch.sample).to(logprobs.device),
+                num_samples=len(batch.token_counts),
+            )
+            weights = _weights(algorithm, part, batch).to(logprobs)
+            loss, grad = _loss(algorithm, tokens, weights, None if reference is None else reference[index], tally)
+            loss -= algorithm.entropy_coef * (weights * entropy.detach()).sum().item()
+            if not math.isfinite(loss):
+                raise TrainingError(non_finite("loss", loss, step))
+            total += loss
+            _backward(policy, logprobs, entropy, grad, -algorithm.entropy_coef * weights)
+            tally.mean(entropy=entropy.detach())
+            if first:
+                _compare(logprobs.detach(), rollout, tally)
+    return total
+
+
+def _weights(algorithm: Algorithm, part: Part, batch: MicroBatch) -> Tensor:
+    """Weight of each token in the loss, [N] float64."""
+    each = token_weights(
+        batch.token_counts,
+        algorithm.aggregation,
+        total_tokens=part.total_tokens,
+        total_samples=part.total_samples,
+        norm=algorithm.token_sum_norm,
+    )
+    return torch.from_numpy(each[batch.sample])
+
+
+def _loss(
+    algorithm: Algorithm, tokens: TrainedTokens, weights: Tensor, reference: Tensor | None, tally: Tally
+) -> tuple[float, Tensor]:
+    """The policy and KL loss, and its gradient against the log-probs, [N]."""
+    with torch.autocast(weights.device.type, enabled=False):
+        loss = (weights * algorithm.token_loss(tokens)).sum()
+        (grad,) = torch.autograd.grad(loss, tokens.logprobs)
+        judged = tokens.advantages != 0
+        tally.mean(ratio_mean=tokens.ratio.detach(), clip_fraction=(grad == 0)[judged])
+        if reference is not None:
+            kl = kl_estimate(tokens.logprobs, reference, algorithm.kl_estimator)
+            tally.mean(kl=kl.detach())
+            kl_loss = algorithm.kl_coef * (weights * kl).sum()
+            grad = grad + torch.autograd.grad(kl_loss, tokens.logprobs)[0]
+            loss = loss + kl_loss
+    return loss.item(), grad
+
+
+def _backward(policy: Policy, logprobs: Tensor, entropy: Tensor, grad: Tensor, grad_entropy: Tensor) -> None:
+    outputs, grads = [logprobs], [grad]
+    if grad_entropy.any():
+        outputs, grads = [logprobs, entropy], [grad, grad_entropy]
+    with torch.autocast(policy.device.type, enabled=False):
+        torch.autograd.backward(outputs, grads)
+
+
+def _compare(logprobs: Tensor, rollout: Tensor, tally: Tally) -> None:
+    difference = (logprobs - rollout).abs()
+    tally.mean(logprob_diff_mean=difference, rollout_kl=kl_estimate(rollout, logprobs, "k3"))
+    tally.maximum("logprob_diff_max", difference)
+
+
+def accumulate_imitation_gradient(policy: Policy, part: Part, *, step: int) -> float:
+    """Add the gradient of the mean negative log-likelihood over all trained tokens to `.grad`; return that mean.
+
+    Raises:
+        TrainingError: the loss is not finite.
+    """
+    total = 0.0
+    with policy.autocast():
+        for batch in part.micro_batches:
+            logprobs, entropy = policy.score(batch)
+            loss = -logprobs.detach().sum().item() / part.total_tokens
+            if not math.isfinite(loss):
+                raise TrainingError(non_finite("imitation loss", loss, step))
+            total += loss
+            uniform = torch.full_like(logprobs, -1 / part.total_tokens)
+            _backward(policy, logprobs, entropy, uniform, torch.zeros_like(entropy))
+    return total
