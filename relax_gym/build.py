@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
     sampler: Sampler = build_component("sampler", config.sampler, context)
     return Parts(
         context=context,
-        renderer=ChatRenderer(tokenizer, config.chat),
+        renderer=ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(path)),
         tasks=tasks,
         algorithm=build_algorithm(config),
         rewards=build_rewards(config),
@@ -91,3 +92,10 @@ def build_component(kind: str, section: PluginSection, context: RunContext) -> A
     component = plugins().get(kind, section.name)
     options = plugin_options(section, component.load_options(), source="config", key=kind)
     return load(component.factory)(context, options)
+
+
+def _generation_stops(model_path: Path) -> list[int]:
+    """The ids that end generation according to the model itself, which may know more than its tokenizer."""
+    file = model_path / "generation_config.json"
+    stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]

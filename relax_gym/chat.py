@@ -120,11 +120,12 @@ class ChatRenderer:
         """What the template can express, for people."""
         template, dialect = self.template, self.template.dialect
         tools = [[], [PROBE_TOOL]] if dialect.supports_tools else [[]]
-        keeps_thinking = all(template.preserves(used, thinking=True) for used in tools)
+        plain = [template.rewrites(used, thinking=False) for used in tools]
+        thinking = [template.rewrites(used, thinking=True) for used in tools]
         return TemplateReport(
             content_form=dialect.content_form,
-            prefix_preserving=keeps_thinking and all(template.preserves(used, thinking=False) for used in tools),
-            keeps_thinking=keeps_thinking,
+            prefix_preserving=not any(map(any, plain + thinking)),
+            keeps_thinking=plain == thinking,
             opens_thinking=template.opens_thinking,
             supports_system=dialect.supports_system,
             supports_tools=dialect.supports_tools,
@@ -140,7 +141,7 @@ class ChatRenderer:
             return True
         key = json.dumps(tools, sort_keys=True, default=repr)
         if key not in self._preserving:
-            self._preserving[key] = all(self.template.preserves(tools, thinking=thinking) for thinking in (False, True))
+            self._preserving[key] = not any(any(self.template.rewrites(tools, thinking=on)) for on in (False, True))
         return self._preserving[key]
 
     def continue_after(self, text: str, last: int | None) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from relax_gym.errors import ConfigError, suggestion
+from relax_gym.errors import ConfigError, RelaxGymError, suggestion
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -281,10 +281,9 @@ def _check_plugins(config: RunConfig, source: str) -> None:
         for kind, section in [*sections, *(("tracker", tracker) for tracker in config.trackers)]:
             component = table.get(kind, section.name)
             plugin_options(section, component.load_options(), source=source, key=kind)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{source}: {error}") from error
+    except RelaxGymError as error:
+        message = str(error)
+        raise ConfigError(message if message.startswith(source) else f"{source}: {message}") from error
     if config.train.group_size == 1 and algorithm.needs_group:
         raise ConfigError(
             f"{source}: train.group_size = 1: {config.algorithm.name} compares the episodes of a group; give 2 or more"

@@ -53,21 +53,25 @@ def squash(text: str) -> str:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message's content; "" when it has none.
+    """The text of a message's content; "" when it has none. Lone surrogates, which no tokenizer takes, become "?".
 
     Raises:
         TemplateError: the content has an image, a video or audio.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
-        return content or ""
+        return _encodable(content or "")
     media = sorted({str(part["type"]) for part in content if part["type"] != "text"})
     if media:
         raise TemplateError(
-            f"a {message['role']} message has {' and '.join(media)}, but this model reads text only; use a model with a "
-            "processor for it, or an environment with text observations"
+            f"a {message['role']} message has {' and '.join(media)}, but this model reads text only; use a model "
+            "with a processor for it, or an environment with text observations"
         )
-    return "".join(part["text"] for part in content)
+    return _encodable("".join(part["text"] for part in content))
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
@@ -99,7 +103,7 @@ def _with_preamble(messages: list[Message], preamble: str) -> list[Message]:
 
 
 def _tools_as_user(messages: list[Message]) -> list[Message]:
-    """Tool results as user messages. What stands next to a result joins it, as most templates want roles to alternate."""
+    """Tool results as user messages; what stands next to one joins it, as most templates want roles to alternate."""
     out: list[Message] = []
     after_result = False
     for message in messages:
@@ -180,6 +184,6 @@ def _join(first: str, second: str) -> str:
 def dropped(what: str, name: str) -> str:
     """The message of the error for something a template does not show."""
     return (
-        f'the chat template of {name} does not show {what}; set chat.tool_role = "user" to have tools, calls and results '
-        "written as plain messages, or give another template in chat.template"
+        f'the chat template of {name} does not show {what}; set chat.tool_role = "user" to have tools, calls and '
+        "results written as plain messages, or give another template in chat.template"
     )

@@ -94,8 +94,8 @@ def load(target: Any) -> Any:
         value: Any = importlib.import_module(module)
         for part in attribute.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
-        raise PluginError(f"cannot load {target!r}: {error}; it must be 'module:attribute'") from error
+    except Exception as error:
+        raise PluginError(f"cannot load {target!r}: {type(error).__name__}: {error}") from error
     return value
 
 

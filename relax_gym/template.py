@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -101,7 +100,7 @@ class ChatTemplate:
     @property
     def name(self) -> str:
         """Where the template is from, for messages."""
-        return self.config.template if self._source else (self.tokenizer.name_or_path or "this tokenizer")
+        return str(self.tokenizer.name_or_path or "this tokenizer") if self._source is None else "chat.template"
 
     # Text
 
@@ -175,7 +174,7 @@ class ChatTemplate:
 
     def _encode_plain(self, text: str, *, anchored: bool) -> list[int]:
         anchor = self._anchor if anchored else ""
-        ids = self.tokenizer.encode(anchor + text, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(anchor + text, add_special_tokens=False)
         return ids[1:] if anchor else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -213,20 +212,21 @@ class ChatTemplate:
         # A quoted key is a Python repr: the template printed a structure it does not understand.
         return all(text in rendered for text in texts) and f"'{KEY}'" not in rendered
 
-    def preserves(self, tools: Sequence[Tool] = (), *, thinking: bool) -> bool:
-        """Whether conversations with these tools are always rendered as they were said, answers with thinking or not."""
-        rewritten = False
-        for observations in self._probe_observations(tools):
-            transcript = Transcript(self, tools)
-            try:
-                for observation in observations:
-                    rewritten |= transcript.observe(observation)[1]
-                    transcript.complete((THOUGHT if thinking else "") + "An answer.")
-            except TemplateError:
-                continue  # A conversation that cannot be expressed is reported when an environment has it.
-        return not rewritten
+    def rewrites(self, tools: Sequence[Tool] = (), *, thinking: bool) -> list[bool]:
+        """For some conversations with these tools, whether past turns are rendered other than they were said."""
+        return [self._rewrites(script, tools, thinking) for script in self._scripts(tools)]
 
-    def _probe_observations(self, tools: Sequence[Tool]) -> Iterable[Sequence[Sequence[Message]]]:
+    def _rewrites(self, script: Sequence[Sequence[Message]], tools: Sequence[Tool], thinking: bool) -> bool:
+        transcript, rewritten = Transcript(self, tools), False
+        try:
+            for observation in script:
+                rewritten |= transcript.observe(observation)[1]
+                transcript.complete((THOUGHT if thinking else "") + "An answer.")
+        except TemplateError:
+            pass  # A conversation that cannot be expressed is refused when an environment has it.
+        return rewritten
+
+    def _scripts(self, tools: Sequence[Tool]) -> Iterable[Sequence[Sequence[Message]]]:
         ask, go_on = self._say(user="A question."), self._say(user="Go on.")
         yield ask, go_on, ask
         if self.dialect.supports_system:
@@ -280,7 +280,7 @@ class ChatTemplate:
         except TemplateError:
             head = tail = following = ""  # Good for one turn only: a second one is refused when it comes.
         added = self.tokenizer.added_tokens_decoder
-        tail_ids = self.encode(commonprefix([tail, following]))
+        tail_ids = self.encode(_common_prefix(tail, following))
         self.turn_end_at = next((index for index, id in enumerate(tail_ids) if id in added), 0)
         self.turn_end_id = next((id for id in tail_ids if id in added), None)
         prompt = self.render(messages[:1])
@@ -334,6 +334,11 @@ class Transcript:
             # Each step is allowed but not their sum (alternation is counted over tool turns): all there is to do is
             # to go on from the ids the model saw.
             return None
+
+
+def _common_prefix(first: str, second: str) -> str:
+    length = next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    return min(first, second, key=len) if length is None else first[:length]
 
 
 def _source(tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> str | None:

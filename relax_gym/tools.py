@@ -88,24 +88,24 @@ class ToolEnv(Env):
     `return super().step(action)._replace(terminated=self.submitted)`.
     """
 
-    _methods: ClassVar[Mapping[str, _ToolMethod]] = {}
-    _is_async: ClassVar[bool] = False
-    _calls_answered: int = 0
+    _tools_by_name: ClassVar[Mapping[str, _ToolMethod]] = {}
+    _tools_async: ClassVar[bool] = False
+    _tool_calls_answered: int = 0
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        if "_methods" not in vars(cls):
+        if "_tools_by_name" not in vars(cls):
             methods = _tool_methods(cls)
             cls.tools = [method.schema for method in methods.values()]
             functions = [cls.on_answer, *(getattr(cls, name) for name in methods)]
-            cls._is_async = any(inspect.iscoroutinefunction(function) for function in functions)
-            cls._methods = methods  # last: envs are built in several threads, and this says that the rest is there
+            cls._tools_async = any(inspect.iscoroutinefunction(function) for function in functions)
+            cls._tools_by_name = methods  # last: envs are built in several threads, and this says that the rest is there
         return super().__new__(cls)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
         """Begin an episode; call `super().reset(seed=seed)` first."""
-        self._calls_answered = 0
+        self._tool_calls_answered = 0
         return super().reset(seed=seed, options=options)
 
     def on_answer(self, text: str) -> StepResult | Awaitable[StepResult]:
@@ -114,10 +114,10 @@ class ToolEnv(Env):
 
     def step(self, action: str) -> Any:
         """Run the tool calls in `action`, or pass it to `on_answer`."""
-        play = self._play(action)
-        return play if self._is_async else _finish(play, type(self).__name__)
+        play = self._tool_step(action)
+        return play if self._tools_async else _finish(play, type(self).__name__)
 
-    async def _play(self, action: str) -> StepResult:
+    async def _tool_step(self, action: str) -> StepResult:
         parsed = parse_tool_calls(action)
         if not parsed.calls:
             answer = self.on_answer(parsed.text)
@@ -125,29 +125,29 @@ class ToolEnv(Env):
         messages, errors = [], 0
         for call in parsed.calls:
             try:
-                content = await self._run(call)
+                content = await self._tool_result(call)
             except ToolError as error:
                 errors, content = errors + 1, f"Error: {error}"
-            messages.append(self._message(call, content))
+            messages.append(self._tool_message(call, content))
         return StepResult(messages, 0.0, False, False, {"tool_calls": len(messages), "tool_errors": errors})
 
-    async def _run(self, call: Call) -> str | list[dict[str, Any]]:
+    async def _tool_result(self, call: Call) -> str | list[dict[str, Any]]:
         if isinstance(call, MalformedCall):
             quote = f" You wrote: {call.raw[:_SHOWN]}" if call.raw else ""
             raise ToolError(f"this tool call cannot be read: {call.error}.{quote}")
-        if call.name not in self._methods:
-            raise ToolError(f"unknown tool {call.name!r:.80}{suggestion(call.name[:80], self._methods)}")
-        arguments = self._methods[call.name].bind(call.arguments)
+        if call.name not in self._tools_by_name:
+            raise ToolError(f"unknown tool {call.name!r:.80}{suggestion(call.name[:80], self._tools_by_name)}")
+        arguments = self._tools_by_name[call.name].bind(call.arguments)
         result = getattr(self, call.name)(**arguments)
         if inspect.isawaitable(result):
             result = await result
         return _content(result, f"{type(self).__name__}.{call.name}")
 
-    def _message(self, call: Call, content: str | list[dict[str, Any]]) -> Message:
-        self._calls_answered += 1
+    def _tool_message(self, call: Call, content: str | list[dict[str, Any]]) -> Message:
+        self._tool_calls_answered += 1
         # nine letters and digits: the only form that every family's template accepts
-        call_id = call.id if call.id and _SAFE_ID.match(call.id) else f"call{self._calls_answered:05d}"
-        name = call.name if call.name in self._methods else "invalid"
+        call_id = call.id if call.id and _SAFE_ID.match(call.id) else f"call{self._tool_calls_answered:05d}"
+        name = call.name if call.name in self._tools_by_name else "invalid"
         return {"role": "tool", "name": name, "tool_call_id": call_id, "content": content}
 
 

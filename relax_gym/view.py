@@ -63,7 +63,9 @@ def read_episodes(run: Path, wanted: Wanted) -> list[Record]:
         RunFolderError: no such run, or nothing matches; says what there is.
     """
     if not (run / "config.toml").exists():
-        raise RunFolderError(f"{str(run)!r} is not a run folder: it has no config.toml; give the run_dir of a training run")
+        raise RunFolderError(
+            f"{str(run)!r} is not a run folder: it has no config.toml; give the run_dir of a training run"
+        )
     every = read_lines(run / "episodes.jsonl")
     found = [record for record in every if _matches(record, wanted)]
     if not found:

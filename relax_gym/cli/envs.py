@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_gym.cli.output import first_line, parse_kwargs, print_table
+from relax_gym.cli.output import documentation, parse_kwargs, print_table
 from relax_gym.errors import ConfigError, EnvError, PluginError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def show(id: EnvId, kwargs: Kwargs = None) -> None:
 
     id, arguments = find_env(id), parse_kwargs(kwargs or ())
     factory = spec(id).load()
-    print(f"{id}\n\n{inspect.getdoc(factory) or 'No documentation.'}\n")
+    print(f"{id}\n\n{documentation(factory) or 'No documentation.'}\n")
     parameters = inspect.signature(factory).parameters.values()
     print_table(("argument", "type", "default"), [_argument(parameter, spec(id).kwargs) for parameter in parameters])
     try:
@@ -164,13 +164,15 @@ def _printer() -> Spectator:
         print(f"  reward {float(result.reward):g}{end}")
 
     return Spectator(
-        on_observation=on_observation, on_action=lambda action: print(printable(f"agent: {action}")), on_result=on_result
+        on_observation=on_observation,
+        on_action=lambda action: print(printable(f"agent: {action}")),
+        on_result=on_result,
     )
 
 
 def _summary(load: Callable[[], object]) -> str:
     try:
-        return first_line(load())
+        return documentation(load()).partition("\n")[0]
     except PluginError as error:
         return f"cannot be loaded: {error}"
 

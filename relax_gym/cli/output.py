@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from relax_gym.config import parse_value
 from relax_gym.errors import ConfigError
 
 PIPE_WIDTH = 500
@@ -15,7 +14,6 @@ PIPE_WIDTH = 500
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table for people. Cells are printed as they are: no markup in them is interpreted."""
-
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -37,6 +35,8 @@ def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a pair without `=`.
     """
+    from relax_gym.config import parse_value
+
     kwargs = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
@@ -46,6 +46,6 @@ def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
     return kwargs
 
 
-def first_line(thing: object) -> str:
-    """The first line of a docstring."""
-    return (inspect.getdoc(thing) or "").partition("\n")[0]
+def documentation(thing: object) -> str:
+    """A docstring of its own; what a base class says about subclassing is no documentation of the subclass."""
+    return inspect.cleandoc(thing.__doc__ or "")

@@ -22,7 +22,9 @@ def train(
     config: Annotated[Path, typer.Argument(help="TOML file of the run.")],
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, play one episode, write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, play one episode, write nothing.")
+    ] = False,
 ) -> None:
     """Train a language model."""
     from relax_gym.config import load_config

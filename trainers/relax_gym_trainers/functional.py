@@ -1,7 +1,7 @@
 """Pure functions that algorithms are made of. No torch import, no config, no device, no process group.
 
-Masked tokens never reach these functions: the learner selects the trained tokens first (see `TrainedTokens`), so a NaN at
-a masked position has no way in. ℓ is a log-prob at the sampling temperature, A an advantage, r = exp(ℓ − ℓ_old).
+Masked tokens never reach these functions: the learner selects the trained tokens first (see `TrainedTokens`), so a NaN
+at a masked position has no way in. ℓ is a log-prob at the sampling temperature, A an advantage, r = exp(ℓ − ℓ_old).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def token_weights(
     total_samples: int,
     norm: float | None = None,
 ) -> FloatArray:
-    """The weight of every token of each sample, [S], such that loss = Σ_i w_i Σ_t L_{i,t}, summed over all micro-batches.
+    """Weight w_i of each token of each sample, [S]: loss = Σ_i w_i Σ_t L_{i,t}, summed over all micro-batches.
 
     `token_counts` [S] are the trained tokens of the samples at hand; `total_tokens` and `total_samples` (those with a
     trained token) are of the whole global batch, which is why the gradient does not depend on how the batch is cut.

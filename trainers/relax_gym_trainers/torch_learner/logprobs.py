@@ -35,7 +35,7 @@ class Head:
     @classmethod
     def of(cls, model: PreTrainedModel, temperature: float) -> Head | None:
         """The head of a causal LM, or None when it is not a plain linear layer."""
-        linear = model.get_output_embeddings()
+        linear: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if type(linear) is not torch.nn.Linear:
             return None
         config = model.config.get_text_config()
@@ -62,10 +62,12 @@ class _HeadLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.head, ctx.dtype, ctx.chunk = head, dtype, chunk
-        weight_, outputs = weight.to(dtype), []
-        for part, target in zip(hidden.to(dtype).split(chunk), targets.split(chunk), strict=True):
-            logits, _ = _logits(part, weight_, bias, head)
-            outputs.append(logprobs_and_entropy(logits, target))
+        weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
+        outputs = []
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits, _ = _logits(hidden_[rows], weight_, bias, head)
+            outputs.append(logprobs_and_entropy(logits, targets[rows]))
         logprobs, entropy = (torch.cat(values) for values in zip(*outputs, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         return logprobs, entropy
@@ -138,7 +140,8 @@ def _grad_logits(
 class Policy:
     """A causal LM as something that scores micro-batches.
 
-    The model stays in eval mode: dropout would make π/π_old compare dropout masks instead of policies.
+    The model stays in eval mode: dropout would make π/π_old compare dropout masks instead of policies. Only the dropout
+    of adapters is on, and only where there is a gradient.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class Policy:
         self.dtype = dtype
         self.chunk = chunk
         self.backbone: Any = model.base_model
+        self._dropouts = [module for name, module in model.named_modules() if "lora_dropout" in name]
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self.head = Head.of(model, temperature)
         if self.head is not None and not self._head_agrees():
@@ -173,6 +177,8 @@ class Policy:
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy (nats, at the temperature) of each trained token, [N] each, float32 or better."""
+        for module in self._dropouts:
+            module.training = torch.is_grad_enabled()
         predictors = torch.from_numpy(batch.predictors).to(self.device)
         targets = torch.from_numpy(batch.targets).to(self.device)
         inputs = self._inputs(batch.ids, batch.positions, batch.segments, batch.branches)
@@ -216,7 +222,10 @@ class Policy:
         inputs = self._inputs(np.arange(1, 9)[None] % self.model.config.get_text_config().vocab_size, None, None, False)
         expected = self.model(**inputs).logits.float() / self.temperature
         got, _ = _logits(
-            self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype), self.head.weight, self.head.bias, self.head
+            self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype),
+            self.head.weight,
+            self.head.bias,
+            self.head,
         )
         return got.shape == expected.shape and _close(got.float(), expected)
 

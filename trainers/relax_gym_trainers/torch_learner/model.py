@@ -28,12 +28,13 @@ def load_model(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
-    return model.eval()  # type: ignore[no-any-return]
+    plain: PreTrainedModel = model.eval()
+    return plain
 
 
 def choose_device(name: str) -> torch.device:
@@ -71,7 +72,9 @@ def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed:
     """
     if options.lora is not None:
         if options.freeze:
-            raise ConfigError("learner.freeze and learner.lora exclude each other: lora already freezes all but adapters")
+            raise ConfigError(
+                "learner.freeze and learner.lora exclude each other: lora already freezes all but adapters"
+            )
         _add_adapters(model, options.lora, seed)
     names = [name for name, _ in model.named_parameters()]
     for pattern in options.freeze:
@@ -104,9 +107,6 @@ def _add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> No
             raise ConfigError(f"learner.lora.targets = {options.targets!r}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    for name, module in model.named_modules():
-        if "lora_dropout" in name:
-            module.train()
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -117,7 +117,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            # Only the layer itself asks whether it is training before it checkpoints; what is inside stays in eval mode.
+            # A layer asks only itself whether it is training before it checkpoints; what is inside stays in eval mode.
             module.training = True
 
 
@@ -145,7 +145,7 @@ def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool) -> None
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(model.config)
+        plain: Any = AutoModelForCausalLM.from_config(model.config)  # type: ignore[no-untyped-call]
     plain.load_state_dict(dict(plain_weights(model)), strict=False, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config

@@ -12,7 +12,7 @@ from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 
 
 def learning_rate(options: TorchLearnerOptions, step: int, total_steps: int) -> float:
-    """Learning rate of the 0-based step: a linear rise to lr over `warmup_steps`, then the schedule until `total_steps`.
+    """Learning rate of the 0-based step: a linear rise over `warmup_steps` to lr, then the schedule to `total_steps`.
 
     A schedule other than constant ends just above min_lr_ratio · lr, which it would reach at step `total_steps`.
     """
@@ -58,7 +58,7 @@ def apply_gradient(optimizer: torch.optim.AdamW, *, lr: float, clip: float, step
 def non_finite(what: str, value: float, step: int) -> str:
     """The message of a step whose loss or gradient is broken."""
     return (
-        f"the {what} of step {step} is {value}; the weights are as they were before this update. Check the rewards of the "
-        "step's episodes, the metric logprob_diff_max (sampler and learner must agree), and try a smaller learner.lr or "
-        "learner.dtype = 'float32'"
+        f"the {what} of step {step} is {value}; the weights are as they were before this update. Check the rewards of "
+        "the step's episodes and the metric logprob_diff_max (sampler and learner must agree); try a smaller learner.lr "
+        "or learner.dtype = 'float32'"
     )

@@ -1,7 +1,7 @@
 """Samples → rows that hold a shared prompt once → padded micro-batches. Pure integer arrays, no model.
 
-Samples whose ids before the first trained token are equal (the episodes of a group: one prompt, many answers) become one
-row, a tree one level deep:
+Samples whose ids before the first trained token are equal (the episodes of a group: one prompt, many answers) become
+one row, a tree one level deep:
 
     ids        p p p p | a a a | b b          prompt, rest of sample a, rest of sample b
     positions  0 1 2 3 | 4 5 6 | 4 5          each rest goes on where the prompt ended
@@ -47,8 +47,8 @@ class MicroBatch:
     """What one forward pass takes: rows padded on the right to one length L.
 
     `ids`, `positions`, `segments` [R, L]; pads have segment -1. For the N trained tokens of S whole samples:
-    `predictors` index the flattened [R·L] hidden states, `targets` are the token ids, `sample` in [0, S) says whose they
-    are, `logprobs` and `advantages` come from the samples. `token_counts` is [S], `real_tokens` counts no pads.
+    `predictors` index the flattened [R·L] hidden states, `targets` are the token ids, `sample` in [0, S) says whose
+    they are, `logprobs` and `advantages` come from the samples. `token_counts` is [S], `real_tokens` counts no pads.
     """
 
     ids: IntArray
@@ -96,8 +96,8 @@ def build_rows(samples: Sequence[TrainingSample], *, budget: int, share_prefix: 
             continue
         if not prompts[index]:
             raise TrainingError(
-                f"sample {sample.episode_id!r} (segment {sample.segment}) trains its first token, which nothing predicts; "
-                "a prompt needs at least one token before the first sampled one"
+                f"sample {sample.episode_id!r} (segment {sample.segment}) trains its first token, which nothing "
+                "predicts; a prompt needs at least one token before the first sampled one"
             )
         key = sample.token_ids[: prompts[index]].tobytes() if share_prefix else index
         trees.setdefault(key, []).append(index)

@@ -30,7 +30,10 @@ class Part:
 
 
 def plan(samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool, skip_flat: bool) -> Part:
-    """Pack samples for one update. `skip_flat` leaves out samples all of whose advantages are 0: no policy gradient."""
+    """Pack samples for one update. `skip_flat` leaves out samples all of whose advantages are 0: no policy gradient.
+
+    What is left out still counts in the totals, so skipping changes time, not the gradient.
+    """
     trained = [sample for sample in samples if sample.trained_tokens]
     used = [s for s in trained if not skip_flat or s.advantages[s.loss_mask.astype(bool)].any()]
     micro_batches = pack(used, budget=budget, share_prefix=share_prefix)
@@ -54,6 +57,8 @@ class Tally:
     def mean(self, **values: Tensor) -> None:
         """Add tokens to the mean of each name."""
         for name, value in values.items():
+            if not value.numel():
+                continue
             self.sums[name] += value.double().sum().item()
             self.counts[name] += value.numel()
 
@@ -85,9 +90,9 @@ def accumulate_policy_gradient(
 ) -> float:
     """Add the gradient of the update's loss to `.grad` and return the loss.
 
-    `old` are the log-probs the ratio is taken against, None for the policy as it is now; `reference` those of the frozen
-    model, None without KL; one tensor for each micro-batch. `first` says that the weights still are those of the batch's
-    version, so that what the sampler reported can be compared with what the learner computes.
+    `old` are the log-probs the ratio is taken against, None for the policy as it is now; `reference` those of the
+    frozen model, None without KL; one tensor for each micro-batch. `first` says that the weights still are those of the
+    batch's version, so that what the sampler reported can be compared with what the learner computes.
 
     Raises:
         TrainingError: the loss is not finite.
@@ -101,7 +106,7 @@ def accumulate_policy_gradient(
             leaf = logprobs.detach().requires_grad_()
             tokens = TrainedTokens(
                 logprobs=leaf,
-                old_logprobs=logprobs.detach() if old is None else old[index],
+                old_logprobs=logprobs.detach() if old is None else old[index].to(logprobs),
                 rollout_logprobs=rollout,
                 advantages=torch.from_numpy(batch.advantages).to(logprobs),
                 sample=torch.from_numpy(batch.sample).to(logprobs.device),
@@ -160,7 +165,7 @@ def _backward(policy: Policy, logprobs: Tensor, entropy: Tensor, grad: Tensor, g
 
 def _compare(logprobs: Tensor, rollout: Tensor, tally: Tally) -> None:
     difference = (logprobs - rollout).abs()
-    tally.mean(logprob_diff_mean=difference, rollout_kl=kl_estimate(rollout, logprobs, "k3"))
+    tally.mean(logprob_diff_mean=difference, logprob_diff_k3=kl_estimate(rollout, logprobs, "k3"))
     tally.maximum("logprob_diff_max", difference)
 
 

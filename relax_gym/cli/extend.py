@@ -1,0 +1,101 @@
+"""`rewards list`, `plugins list | doctor`: what is installed."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+
+import typer
+
+from relax_gym.cli.output import documentation, print_table
+from relax_gym.errors import PluginError
+
+rewards = typer.Typer(help="Rewards.", no_args_is_help=True)
+plugins_app = typer.Typer(help="Plugins.", no_args_is_help=True)
+CORE_PACKAGES = ("relax-gym", "gymnasium", "torch", "transformers", "pluggy", "pydantic")
+DISTRIBUTION = "relax-gym"
+REQUIREMENT_NAME = re.compile(r"[\w.-]+")
+EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
+
+
+@rewards.callback()
+def _rewards() -> None:
+    pass
+
+
+@rewards.command("list")
+def list_rewards() -> None:
+    """Every reward, what it is, and who brings it."""
+    from relax_gym.plugins import plugins
+
+    table = plugins().tables["reward"]
+    rows = []
+    for name in table.names():
+        try:
+            summary = documentation(table.get(name)).partition("\n")[0]
+        except PluginError as error:
+            summary = f"cannot be loaded: {error}"
+        rows.append((name, summary, table.source(name)))
+    print_table(("name", "what it is", "from"), rows)
+
+
+@plugins_app.command("list")
+def list_plugins() -> None:
+    """Every plugin, its distribution, and what it registered."""
+    from relax_gym.plugins import plugins
+
+    loaded = plugins()
+    rows = []
+    for name, source in loaded.sources.items():
+        hooks = [hook.name for hook in loaded.manager.get_hookcallers(loaded.manager.get_plugin(name)) or ()]
+        rows.append((name, source, ", ".join(hooks)))
+    print_table(("plugin", "from", "hooks"), rows)
+    print()
+    tables = {"env": loaded.envs, **loaded.tables}
+    print_table(
+        ("kind", "name", "from"),
+        [(kind, name, table.source(name)) for kind, table in tables.items() for name in table.names()],
+    )
+
+
+@plugins_app.command()
+def doctor() -> None:
+    """Say what is broken, and which optional parts are installed; exit code 1 when something is broken."""
+    from relax_gym.plugins import plugins
+
+    print_table(("package", "version"), [(name, _installed(name) or "missing") for name in CORE_PACKAGES])
+    print()
+    print_table(("optional", "", "to install"), extras())
+    print()
+    try:
+        broken = plugins().broken
+    except PluginError as error:
+        print(f"broken: {error}")
+        raise typer.Exit(1) from None
+    for plugin in broken:
+        print(f"broken: plugin {plugin.name!r} of {plugin.source}\n{plugin.traceback}")
+    if broken:
+        raise typer.Exit(1)
+    print(f"{len(plugins().sources)} plugins, none broken")
+
+
+def extras() -> list[tuple[str, str, str]]:
+    """(extra, what is there or missing, pip line) for each optional part of the distribution."""
+    rows = []
+    for extra in metadata(DISTRIBUTION).get_all("Provides-Extra") or ():
+        names = [
+            m.group()
+            for line in requires(DISTRIBUTION) or ()
+            if extra in EXTRA.findall(line) and (m := REQUIREMENT_NAME.match(line))
+        ]
+        missing = [name for name in names if _installed(name) is None]
+        state = f"missing: {', '.join(missing)}" if missing else "installed"
+        rows.append((extra, state, f"pip install '{DISTRIBUTION}[{extra}]'" if missing else ""))
+    return rows
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,215 @@
+"""What a training run shows: a live panel on a terminal, one plain line for each event anywhere else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from relax_gym.config import RunConfig
+from relax_gym.context import RunContext
+from relax_gym.hookspecs import hookimpl
+from relax_gym.plugins import plugins
+
+if TYPE_CHECKING:
+    from relax_gym.types import Metrics, Trajectory
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 40
+COUNTED = ("episode/errors", "episode/unscored", "queue/dropped_")
+
+
+class Display:
+    """Observes a run. Registered with the plugin manager for as long as it is entered."""
+
+    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
+        self._config = config
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=4)
+        self._steps = Progress(total=config.train.steps)
+        self._warmup: tuple[int, float] | None = None
+        self._rewards: list[float] = []
+        self._evaluation: str | None = None
+        self._metrics: Mapping[str, float] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._episodes = 0
+
+    def __enter__(self) -> Display:
+        plugins().manager.register(self, "relax_gym.display")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        plugins().manager.unregister(self)
+        self._live.stop()
+
+    # Events ----------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def on_run_start(self, context: RunContext) -> None:
+        """Show what is about to run."""
+        self._steps = Progress(total=context.config.train.steps, first=context.start_step)
+        if self._console.is_terminal:
+            self._live.start()
+            return
+        resumed = f", resumed after step {context.start_step}" if context.start_step else ""
+        self._say(f"run {context.run_dir}  model {context.model_path}{resumed}")
+
+    @hookimpl
+    def on_warmup_step(self, step: int, metrics: Metrics) -> None:
+        """Ten lines for the whole warm-up."""
+        total = self._config.warmup.steps if self._config.warmup else step
+        self._warmup = (step, metrics["loss"])
+        if step == total or step % max(1, total // 10) == 0:
+            self._say(f"warm-up {step:>{len(str(total))}}/{total}  loss {metrics['loss']:.4f}")
+
+    @hookimpl
+    def on_episode_end(self, step: int, trajectory: Trajectory, evaluation: bool) -> None:
+        """Count towards the step that is being sampled."""
+        self._episodes += not evaluation
+
+    @hookimpl
+    def on_evaluation(self, step: int, metrics: Metrics) -> None:
+        """One line with the held-out reward."""
+        self._evaluation = evaluation_text(metrics)
+        self._say(f"eval after step {step}  {self._evaluation}")
+
+    @hookimpl
+    def on_step_end(self, step: int, metrics: Metrics) -> None:
+        """One line with what matters of a step."""
+        self._warmup, self._episodes, self._metrics = None, 0, metrics
+        self._steps.advance(step, metrics.get("time/step", 0.0))
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        for name, value in metrics.items():
+            if name.startswith(COUNTED):
+                self._counts[name.partition("/")[2]] += value
+        self._say(step_text(self._steps, metrics))
+
+    @hookimpl
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Where it is."""
+        self._say(f"checkpoint {folder}")
+
+    @hookimpl
+    def on_run_end(self, context: RunContext) -> None:
+        """Where everything is and how to look at it."""
+        self._live.stop()
+        self._console.print(f"run folder: {context.run_dir}", markup=False)
+        self._console.print(f"look at episodes: relax-gym view {context.run_dir}", markup=False)
+
+    # Rendering -------------------------------------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(line, markup=False)
+
+    def _panel(self) -> Table:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="cyan")
+        table.add_column()
+        for name, value in self._facts():
+            table.add_row(name, value)
+        return table
+
+    def _facts(self) -> list[tuple[str, str]]:
+        metrics = self._metrics
+        facts = [("step", f"{self._steps.step}/{self._steps.total}   {self._steps.eta_text()}")]
+        if self._warmup is not None and self._config.warmup is not None:
+            step, loss = self._warmup
+            facts.append(("warm-up", f"{step}/{self._config.warmup.steps}   loss {loss:.4f}"))
+        per_step = self._config.train.groups_per_step * self._config.train.group_size
+        facts.append(("episodes", f"{self._episodes} of {per_step} for the next step"))
+        if self._rewards:
+            facts.append(("reward", f"{self._rewards[-1]:.3f}   {sparkline(self._rewards)}"))
+        if self._evaluation is not None:
+            facts.append(("held out", self._evaluation))
+        facts += [
+            (title, text.format(*(metrics[name] for name in names)))
+            for title, text, names in PANEL
+            if all(name in metrics for name in names)
+        ]
+        counted = [f"{name} {count:g}" for name, count in self._counts.items() if count]
+        return [*facts, ("faults", ", ".join(counted) or "none")]
+
+
+PANEL = (
+    ("loss", "{:.4f}   gradient norm {:.3g}", ("learner/loss", "learner/grad_norm")),
+    ("speed", "{:.0f} trained tokens/s   {:.1f} s a step", ("perf/tokens_per_second", "time/step")),
+    ("staleness", "mean {:.2f}   max {:.0f}", ("staleness/mean", "staleness/max")),
+    ("queue", "{:.0f} in flight   {:.0f} waiting", ("queue/in_flight", "queue/queued")),
+)
+"""Rows of the panel: title, format, metrics it needs."""
+
+
+class Progress:
+    """How far the run is and how long the rest will take, by the mean time of this session's steps."""
+
+    def __init__(self, *, total: int, first: int = 0) -> None:
+        self.total, self.step = total, first
+        self._first = first
+        self._seconds = 0.0
+
+    def advance(self, step: int, seconds: float) -> None:
+        """Step `step` is done and took this long."""
+        self.step = step
+        self._seconds += seconds
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to the end; None before the first step."""
+        done = self.step - self._first
+        return None if done == 0 else self._seconds / done * (self.total - self.step)
+
+    def eta_text(self) -> str:
+        """`eta 73s`, or nothing before the first step."""
+        return "" if self.eta is None else f"eta {duration(self.eta)}"
+
+
+def step_text(progress: Progress, metrics: Mapping[str, float]) -> str:
+    """The plain line of a step. What was not measured is left out; faults stand in it only when there are some."""
+    parts = [f"step {progress.step:>{len(str(progress.total))}}/{progress.total}"]
+    for label, name, form in (
+        ("reward", "reward/mean", ".3f"),
+        ("loss", "learner/loss", ".4f"),
+        ("tokens/s", "perf/tokens_per_second", ".0f"),
+        ("lag", "staleness/max", ".0f"),
+    ):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    parts += [
+        f"{name.partition('/')[2]} {value:g}" for name, value in metrics.items() if name.startswith(COUNTED) and value
+    ]
+    if "time/step" in metrics:
+        parts.append(f"{metrics['time/step']:.1f}s")
+    return "  ".join(filter(None, [*parts, progress.eta_text()]))
+
+
+def evaluation_text(metrics: Mapping[str, float]) -> str:
+    """`reward 0.412  accuracy 0.500`."""
+    shown = (("reward", "eval/reward"), ("accuracy", "eval/accuracy"))
+    return "  ".join(f"{label} {metrics[name]:.3f}" for label, name in shown if name in metrics) or "unscored"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The last values as bars between their own lowest and highest."""
+    values = values[-SPARKLINE_WIDTH:]
+    low, high = min(values), max(values)
+    span = high - low or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """`73s`, `12m 05s`, `3h 20m`."""
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 120:
+        return f"{minutes}m {rest:02d}s"
+    return f"{minutes // 60}h {minutes % 60:02d}m"

@@ -1,0 +1,270 @@
+"""Everything a run would do, up to the first sampled token: nothing is written to the run folder, no weight is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_gym.build import build_algorithm, build_rewards
+from relax_gym.chat import ChatRenderer
+from relax_gym.config import RunConfig, dump_config
+from relax_gym.env import Env
+from relax_gym.models import load_tokenizer, resolve_model
+from relax_gym.rollout import Limits, rollout
+from relax_gym.sampler import SamplingParams, Session
+from relax_gym.scoring import score
+from relax_gym.tasks import TaskSource
+from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory
+from relax_gym.view import printable
+from relax_gym.workers import WorkerThreads
+
+if TYPE_CHECKING:
+    from relax_gym.template import TemplateReport
+
+GARBAGE = "?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The model of a run. `context` is the most tokens it can see."""
+
+    name: str
+    path: Path
+    architecture: str
+    parameters: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """One episode of one env, played without a model. `prompt` is the first one, as the model would see it."""
+
+    env_id: str
+    actor: str
+    prompt: str
+    prompt_tokens: int
+    longest_answer: int
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunReport:
+    """What `relax-gym train --dry-run` found."""
+
+    config: RunConfig
+    model: ModelFacts
+    template: TemplateReport
+    rehearsals: tuple[Rehearsal, ...]
+    episodes_per_step: int
+    max_tokens_per_step: int
+    warnings: tuple[str, ...]
+
+
+def dry_run(config: RunConfig) -> DryRunReport:
+    """Resolve and build what a run needs and play one episode of each env with its expert, else any legal actions.
+
+    Raises:
+        RelaxGymError: what the run itself would raise before its first episode.
+    """
+    build_algorithm(config)
+    tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
+    path = resolve_model(config.model)
+    model = _model_facts(config, path)
+    renderer = ChatRenderer(load_tokenizer(path, trust_remote_code=config.model.trust_remote_code), config.chat)
+    budget = min(config.rollout.token_budget or model.context, model.context)
+    rehearsals = asyncio.run(_rehearse(config, _one_task_each(config, tasks), renderer, budget))
+    episodes = config.train.groups_per_step * config.train.group_size
+    longest = min(config.rollout.max_turns * config.rollout.max_new_tokens, budget)
+    report = DryRunReport(
+        config=config,
+        model=model,
+        template=renderer.report(),
+        rehearsals=tuple(rehearsals),
+        episodes_per_step=episodes,
+        max_tokens_per_step=episodes * longest,
+        warnings=(),
+    )
+    return dataclasses.replace(report, warnings=tuple(_warnings(report, budget)))
+
+
+def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = config.model.trust_remote_code
+    settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+    return ModelFacts(
+        name=config.model.name,
+        path=path,
+        architecture=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        context=int(settings.get_text_config().max_position_embeddings),
+    )
+
+
+def _one_task_each(config: RunConfig, tasks: TaskSource) -> list[Task]:
+    """The first training task of each env id that the mixture comes to, rare ones included."""
+    found: dict[str, Task] = {}
+    wanted = {env.id for env in config.env}
+    slot = 0
+    while set(found) != wanted:
+        task = tasks.task(slot)
+        found.setdefault(task.env_id, task)
+        slot += 1
+    return list(found.values())
+
+
+class _Actor(Session):
+    """Says what the env's expert says, else any legal action, else garbage; as the ids a policy would sample."""
+
+    def __init__(self, env: Env, renderer: ChatRenderer) -> None:
+        self.name, self._act = _choose(env)
+        self._renderer = renderer
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        """The whole answer, however long."""
+        ids = self._renderer.encode_answer(self._act())
+        zeros = (0,) * len(ids)
+        return Completion(
+            token_ids=ids, logprobs=tuple(map(float, zeros)), versions=zeros, finish_reason=FinishReason.STOP
+        )
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def _choose(env: Env) -> tuple[str, Callable[[], str]]:
+    for name, method in (("expert", "expert_action"), ("legal actions", "random_action")):
+        if act := getattr(env, method, None):
+            return name, act
+    return "garbage", lambda: GARBAGE
+
+
+async def _rehearse(
+    config: RunConfig, tasks: Sequence[Task], renderer: ChatRenderer, budget: int
+) -> list[Rehearsal]:
+    rules = config.rollout
+    limits = Limits(
+        max_turns=rules.max_turns,
+        max_context=budget,
+        step_timeout=rules.step_timeout,
+        episode_timeout=rules.episode_timeout,
+    )
+    threads = WorkerThreads("env")
+    rehearsals = []
+    for task in tasks:
+        actors: list[_Actor] = []
+
+        def open_session(env: Env, actors: list[_Actor] = actors) -> Session:
+            actors.append(_Actor(env, renderer))
+            return actors[-1]
+
+        trajectory = await rollout(
+            task,
+            episode_id=f"dry-{len(rehearsals)}",
+            open_session=open_session,
+            renderer=renderer,
+            params=SamplingParams(max_new_tokens=rules.max_new_tokens, stop=rules.stop),
+            limits=limits,
+            threads=threads,
+        )
+        trajectory = await score(trajectory, build_rewards(config), timeout=rules.reward_timeout)
+        rehearsals.append(_rehearsal(task, actors[-1].name if actors else "nobody", trajectory, renderer))
+    threads.close()
+    return rehearsals
+
+
+def _rehearsal(task: Task, actor: str, trajectory: Trajectory, renderer: ChatRenderer) -> Rehearsal:
+    prompt = trajectory.turns[0].context_ids if trajectory.turns else ()
+    return Rehearsal(
+        env_id=task.env_id,
+        actor=actor,
+        prompt=str(renderer.tokenizer.decode(list(prompt))),
+        prompt_tokens=len(prompt),
+        longest_answer=max((len(turn.completion.token_ids) for turn in trajectory.turns), default=0),
+        trajectory=trajectory,
+    )
+
+
+def _warnings(report: DryRunReport, budget: int) -> Iterator[str]:
+    config = report.config
+    if config.eval.episodes == 0:
+        yield "eval.episodes is 0: nothing will show whether held-out episodes get better"
+    if not report.template.prefix_preserving:
+        yield "the chat template rewrites past turns: episodes are trained as several segments"
+    if (Path(config.run_dir) / "config.toml").exists():
+        yield f"run_dir {config.run_dir!r} already holds a run; it can only be resumed"
+    elif not _writable(Path(config.run_dir)):
+        yield f"run_dir {config.run_dir!r} cannot be written"
+    for rehearsal in report.rehearsals:
+        for warning in _rehearsal_warnings(rehearsal, config, budget):
+            yield f"{rehearsal.env_id}: {warning}"
+
+
+def _rehearsal_warnings(rehearsal: Rehearsal, config: RunConfig, budget: int) -> Iterator[str]:
+    trajectory, rules = rehearsal.trajectory, config.rollout
+    if trajectory.error is not None:
+        yield f"the episode failed at turn {trajectory.error.turn}: {trajectory.error.message}"
+    elif trajectory.reward is None:
+        missing = [name for name, value in trajectory.rewards.items() if value is None]
+        yield f"the episode could not be scored by {', '.join(missing)}"
+    if trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
+        yield f"the first prompt does not fit in {budget} tokens"
+    if trajectory.stop_reason is StopReason.MAX_TURNS:
+        yield f"the episode did not end within rollout.max_turns = {rules.max_turns}"
+    if trajectory.stop_reason is StopReason.TOKEN_BUDGET:
+        yield f"the episode did not end within {budget} tokens"
+    if rehearsal.longest_answer > rules.max_new_tokens:
+        yield (
+            f"an answer of the {rehearsal.actor} has {rehearsal.longest_answer} tokens, "
+            f"more than rollout.max_new_tokens = {rules.max_new_tokens}"
+        )
+    if config.warmup is not None and rehearsal.actor != "expert":
+        yield "[warmup] needs an expert_action() and this env has none"
+
+
+def _writable(path: Path) -> bool:
+    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+def render(report: DryRunReport) -> str:
+    """The report for people."""
+    model, config = report.model, report.config
+    template = dataclasses.asdict(report.template)
+    sections = [
+        ("config", dump_config(config).strip()),
+        (
+            "model",
+            f"{model.name}: {model.architecture}, {model.parameters:,} parameters, context {model.context} tokens\n"
+            f"{model.path}",
+        ),
+        ("chat template", "\n".join(f"{key}: {value}" for key, value in template.items())),
+        *((f"env {rehearsal.env_id}", _render_rehearsal(rehearsal)) for rehearsal in report.rehearsals),
+        (
+            "each step",
+            f"{config.train.groups_per_step} groups of {config.train.group_size}: {report.episodes_per_step} episodes, "
+            f"at most {report.max_tokens_per_step:,} sampled tokens; {config.train.steps} steps, "
+            f"held-out episodes of each env: {config.eval.episodes}",
+        ),
+        ("warnings", "\n".join(report.warnings) or "none"),
+    ]
+    return "\n\n".join(f"== {title}\n{printable(body)}" for title, body in sections)
+
+
+def _render_rehearsal(rehearsal: Rehearsal) -> str:
+    trajectory = rehearsal.trajectory
+    lines = [f"first prompt, {rehearsal.prompt_tokens} tokens:", rehearsal.prompt, f"an episode of the {rehearsal.actor}:"]
+    for turn in trajectory.turns:
+        reward = "no answer" if turn.reward is None else f"reward {turn.reward:g}"
+        lines.append(f"  {turn.action!r} ({len(turn.completion.token_ids)} tokens) → {reward}")
+    rewards = ", ".join(f"{name} {value}" for name, value in trajectory.rewards.items())
+    lines.append(f"  {trajectory.stop_reason}, reward {trajectory.reward} ({rewards})")
+    return "\n".join(lines)

@@ -1,0 +1,291 @@
+"""One process, one device, any Hugging Face causal LM."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_gym.algorithm import Algorithm
+from relax_gym.config import plugin_options
+from relax_gym.context import RunContext
+from relax_gym.errors import ConfigError, RunFolderError
+from relax_gym.learner import Learner
+from relax_gym.plugins import plugins
+from relax_gym.sampler import Weights
+from relax_gym.types import Batch, Metrics, TrainingSample
+from relax_gym_trainers.torch_learner import model as models
+from relax_gym_trainers.torch_learner.logprobs import Policy
+from relax_gym_trainers.torch_learner.optimizer import apply_gradient, build_optimizer, learning_rate
+from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.update import (
+    Part,
+    Tally,
+    accumulate_imitation_gradient,
+    accumulate_policy_gradient,
+    plan,
+    score_all,
+)
+
+STATE_FILE = "learner_state.pt"
+
+
+class TorchLearner(Learner):
+    """Trains float32 weights with AdamW; arithmetic in `options.dtype`.
+
+    A step's batch is cut by groups into `updates_per_step` parts, one optimizer update each, gone through `epochs`
+    times. An update's loss is aggregated over all trained tokens of its part, however that is cut into micro-batches.
+    """
+
+    def __init__(self, context: RunContext, options: TorchLearnerOptions) -> None:
+        """Load the model of `context.model_path`; algorithm, temperature and length of the run come from the config.
+
+        Raises:
+            ConfigError: options that contradict each other, the run or the machine.
+            ModelError: the model cannot be loaded or gives non-finite numbers.
+        """
+        config = context.config
+        if config.train.groups_per_step % options.updates_per_step:
+            raise ConfigError(
+                f"learner.updates_per_step = {options.updates_per_step} does not divide train.groups_per_step = "
+                f"{config.train.groups_per_step}; every update must get the same number of groups"
+            )
+        self.options = options
+        self.algorithm: Algorithm = plugin_options(
+            config.algorithm, plugins().get("algorithm", config.algorithm.name), source="config", key="algorithm"
+        )
+        self._tokenizer, self._total_steps = context.tokenizer, config.train.steps
+        self._trust_remote_code = config.model.trust_remote_code
+        device = models.choose_device(options.device)
+        dtype = models.choose_dtype(options.dtype, device)
+        model = models.load_model(context.model_path, trust_remote_code=self._trust_remote_code)
+        models.choose_trainable(model, options, config.seed)
+        model.to(device)  # type: ignore[arg-type]
+        if options.activation_checkpointing:
+            models.checkpoint_activations(model)
+        self.policy = Policy(
+            model,
+            temperature=config.rollout.temperature,
+            dtype=dtype,
+            chunk=options.logprob_chunk,
+            share_prefix=options.share_prefix,
+        )
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.parameters, options)
+        self.version = 0
+        self._imitation: torch.optim.AdamW | None = None
+        self._reference: list[Tensor] = []
+        self._reference_moved = False
+        if self.algorithm.kl_coef:
+            self._take_reference()
+
+    def step(self, batch: Batch) -> Metrics:
+        """One step on the global batch. A batch without any policy gradient changes no weight.
+
+        With KL, the reference is the model as it was before the first step, i.e. after the warm-up if there was one.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping; means over the updates), `lr`, `updates`, `seconds`; `trained_tokens`
+            of the batch, `padded_tokens` that one epoch's forward passes compute, pads included, and
+            `prefix_saved_tokens` that they need not, thanks to shared prompts. When something was trained also, as
+            means over its tokens: `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with an
+            advantage that the algorithm gave no gradient), `kl` to the reference if there is one; and, for the first
+            update, the gap between learner and sampler: `logprob_diff_mean`, `logprob_diff_max`, `logprob_diff_k3`.
+
+        Raises:
+            TrainingError: loss or gradient is not finite; the update that found it changed nothing.
+        """
+        started = time.perf_counter()
+        self._leave_warmup()
+        lr = learning_rate(self.options, self.version, self._total_steps)
+        parts = self._plan(batch)
+        old, reference = self._old_logprobs(parts), self._reference_logprobs(parts)
+        tally, losses, norms = Tally(), list[float](), list[float]()
+        for _ in range(self.options.epochs):
+            for index, part in enumerate(parts):
+                self.optimizer.zero_grad()
+                loss = accumulate_policy_gradient(
+                    self.policy,
+                    self.algorithm,
+                    part,
+                    old=old[index],
+                    reference=reference[index],
+                    tally=tally,
+                    first=not losses,
+                    step=self.version + 1,
+                )
+                losses.append(loss)
+                norms.append(self._apply(self.optimizer, lr))
+        self.version += 1
+        return {
+            "loss": float(np.mean(losses)) if losses else 0.0,
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "lr": lr,
+            "updates": float(len(losses)),
+            "trained_tokens": float(batch.trained_tokens),
+            "padded_tokens": float(sum(b.padded_tokens for part in parts for b in part.micro_batches)),
+            "prefix_saved_tokens": float(sum(part.saved_tokens for part in parts)),
+            **tally.metrics(),
+            "seconds": time.perf_counter() - started,
+        }
+
+    def imitate(self, batch: Batch, *, lr: float) -> Metrics:
+        """One supervised step at the run's temperature, with an optimizer of its own that the first `step` drops."""
+        if self._imitation is None:
+            self._imitation = build_optimizer(self.parameters, self.options)
+        part = self._part(batch.samples, skip_flat=False)
+        if not part.total_tokens:
+            return {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}
+        self._imitation.zero_grad()
+        loss = accumulate_imitation_gradient(self.policy, part, step=self.version + 1)
+        norm = self._apply(self._imitation, lr)
+        return {"loss": loss, "grad_norm": norm, "trained_tokens": float(part.total_tokens)}
+
+    def weights(self) -> Weights:
+        """Views of the float32 weights; with LoRA, new tensors with the adapters merged in."""
+        return models.plain_weights(self.policy.model)
+
+    def export(self, folder: Path) -> None:
+        """Write model (float32 safetensors, adapters merged) and tokenizer."""
+        models.export_model(self.policy.model, folder, adapted=self.options.lora is not None)
+        self._tokenizer.save_pretrained(folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Write optimizer, version, random state and, with LoRA, the adapters."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "version": self.version,
+            "optimizer": self.optimizer.state_dict(),
+            "imitation": self._imitation.state_dict() if self._imitation else None,
+            "reference": self._reference if self._reference_moved else None,
+            "adapters": [p.detach() for p in self.parameters] if self.options.lora else None,
+            "base": self._base_checksum() if self.options.lora else None,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if self.policy.device.type == "cuda" else None,
+        }
+        torch.save(state, folder / STATE_FILE)
+
+    def load(self, folder: Path) -> None:
+        """Go on where `export` and `save_state` left off.
+
+        The learner must be built from the model the run began with: with LoRA it holds the weights under the adapters,
+        with KL it is the reference.
+
+        Raises:
+            RunFolderError: the folder lacks the state, or belongs to another model.
+        """
+        if not (folder / STATE_FILE).is_file():
+            raise RunFolderError(f"{folder} holds no {STATE_FILE}; give a checkpoint that a torch learner has written")
+        state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location=self.policy.device, weights_only=True)
+        if (state["adapters"] is not None) != (self.options.lora is not None):
+            raise RunFolderError(f"{folder} was trained {'with' if state['adapters'] else 'without'} learner.lora")
+        if state["adapters"] is None:
+            saved = models.load_model(folder, trust_remote_code=self._trust_remote_code)
+            self.policy.model.load_state_dict(saved.state_dict())
+        else:
+            self._load_adapters(state, folder)
+        self.version = state["version"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._imitation = None
+        if state["imitation"]:
+            self._imitation = build_optimizer(self.parameters, self.options)
+            self._imitation.load_state_dict(state["imitation"])
+        if state["reference"]:
+            self._reference, self._reference_moved = state["reference"], True
+        torch.set_rng_state(state["rng"].cpu())
+        if state["cuda_rng"]:
+            torch.cuda.set_rng_state_all([value.cpu() for value in state["cuda_rng"]])
+
+    def close(self) -> None:
+        """Drop weights and optimizer state. Idempotent."""
+        self.optimizer.state.clear()
+        self._imitation, self._reference = None, []
+        self.policy.model.to("meta")  # type: ignore[arg-type]
+
+    def _apply(self, optimizer: torch.optim.AdamW, lr: float) -> float:
+        return apply_gradient(optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
+
+    def _part(self, samples: Sequence[TrainingSample], *, skip_flat: bool) -> Part:
+        return plan(
+            samples,
+            budget=self.options.micro_batch_tokens,
+            share_prefix=self.policy.share_prefix,
+            skip_flat=skip_flat,
+        )
+
+    def _plan(self, batch: Batch) -> list[Part]:
+        """One part for each optimizer update of an epoch; parts without anything to learn from are dropped."""
+        flat_matters = self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
+        parts = [
+            self._part(samples, skip_flat=not flat_matters)
+            for samples in split_by_group(batch.samples, self.options.updates_per_step)
+        ]
+        return [part for part in parts if part.micro_batches]
+
+    def _old_logprobs(self, parts: Sequence[Part]) -> list[list[Tensor] | None]:
+        """What the ratio is taken against, for each part; None: the policy just before its one update."""
+        if self.algorithm.old_logprobs == "rollout":
+            return [[torch.from_numpy(batch.logprobs) for batch in part.micro_batches] for part in parts]
+        if len(parts) * self.options.epochs == 1:
+            return [None]
+        return [score_all(self.policy, part.micro_batches) for part in parts]
+
+    def _reference_logprobs(self, parts: Sequence[Part]) -> list[list[Tensor] | None]:
+        if not self._reference:
+            return [None for _ in parts]
+        with self._as_reference():
+            return [score_all(self.policy, part.micro_batches) for part in parts]
+
+    @contextlib.contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """The policy has the reference's trainable weights inside; all others never change."""
+        current = [parameter.data for parameter in self.parameters]
+        for parameter, value in zip(self.parameters, self._reference, strict=True):
+            parameter.data = value
+        try:
+            yield
+        finally:
+            for parameter, value in zip(self.parameters, current, strict=True):
+                parameter.data = value
+
+    def _take_reference(self) -> None:
+        self._reference = [parameter.detach().clone() for parameter in self.parameters]
+
+    def _leave_warmup(self) -> None:
+        if self._imitation is None:
+            return
+        self._imitation = None
+        if self.version == 0 and self._reference:
+            self._take_reference()
+            self._reference_moved = True
+
+    def _base_checksum(self) -> float:
+        frozen = [p for p in self.policy.model.parameters() if not p.requires_grad]
+        return math.fsum(parameter.sum(dtype=torch.float64).item() for parameter in frozen)
+
+    def _load_adapters(self, state: dict[str, Any], folder: Path) -> None:
+        if not math.isclose(state["base"], self._base_checksum(), rel_tol=1e-9):
+            raise RunFolderError(
+                f"{folder} holds adapters of another model than the one loaded; set model.name to the model that the "
+                "run began with"
+            )
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, state["adapters"], strict=True):
+                parameter.copy_(value)
+
+
+def split_by_group(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:
+    """Cut samples into `parts` runs of whole groups, groups in order of appearance, sizes as equal as they can be."""
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    chunks = np.array_split(np.arange(len(groups)), parts)
+    ordered = list(groups.values())
+    return [[sample for index in chunk for sample in ordered[index]] for chunk in chunks]
