@@ -41,12 +41,15 @@ class Parts:
 
 def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | None = None) -> Parts:
     """Everything but learner and trackers, which evaluation does without. `model_path` overrides `config.model`."""
+    from transformers.utils import logging as transformers_logging
+
     if config.threads is not None:
         import torch
 
         torch.set_num_threads(config.threads)
     tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
     path = model_path or resolve_model(config.model)
+    transformers_logging.disable_progress_bar()  # a bar for each load would tear the display apart
     tokenizer = load_tokenizer(path)
     context = RunContext(
         config=config, run_dir=Path(config.run_dir), model_path=path, tokenizer=tokenizer, start_step=start_step

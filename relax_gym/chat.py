@@ -218,7 +218,7 @@ class Conversation:
         if self._answered:
             raise RuntimeError("complete() was called without observe() before it")
         self.token_ids.extend(token_ids)
-        self._last = token_ids[-1] if token_ids else None
+        self._last = token_ids[-1] if len(token_ids) else None
         self._answered = True
         if self._transcript is not None:
             text = self._renderer.decode(token_ids) if text is None else text

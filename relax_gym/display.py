@@ -31,7 +31,6 @@ class Display:
     def __init__(self, config: RunConfig, console: Console | None = None) -> None:
         self._config = config
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=4)
         self._steps = Progress(total=config.train.steps)
         self._warmup: tuple[int, float] | None = None
         self._rewards: list[float] = []
@@ -39,6 +38,7 @@ class Display:
         self._metrics: Mapping[str, float] = {}
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._episodes = 0
+        self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=4)
 
     def __enter__(self) -> Display:
         plugins().manager.register(self, "relax_gym.display")

@@ -1,4 +1,4 @@
-"""Everything a run would do, up to the first sampled token: nothing is written to the run folder, no weight is loaded."""
+"""What a run would do, found without it: no weight is loaded and nothing is written to the run folder."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def dry_run(config: RunConfig) -> DryRunReport:
         RelaxGymError: what the run itself would raise before its first episode.
     """
     build_algorithm(config)
-    tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
+    tasks = _first_tasks(config)
     path = resolve_model(config.model)
     model = _model_facts(config, path)
     renderer = ChatRenderer(load_tokenizer(path, trust_remote_code=config.model.trust_remote_code), config.chat)
     budget = min(config.rollout.token_budget or model.context, model.context)
-    rehearsals = asyncio.run(_rehearse(config, _one_task_each(config, tasks), renderer, budget))
+    rehearsals = asyncio.run(_rehearse(config, tasks, renderer, budget))
     episodes = config.train.groups_per_step * config.train.group_size
     longest = min(config.rollout.max_turns * config.rollout.max_new_tokens, budget)
     report = DryRunReport(
@@ -99,7 +99,9 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
     trust = config.model.trust_remote_code
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, trust_remote_code=trust
+        )
     return ModelFacts(
         name=config.model.name,
         path=path,
@@ -109,16 +111,9 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
     )
 
 
-def _one_task_each(config: RunConfig, tasks: TaskSource) -> list[Task]:
-    """The first training task of each env id that the mixture comes to, rare ones included."""
-    found: dict[str, Task] = {}
-    wanted = {env.id for env in config.env}
-    slot = 0
-    while set(found) != wanted:
-        task = tasks.task(slot)
-        found.setdefault(task.env_id, task)
-        slot += 1
-    return list(found.values())
+def _first_tasks(config: RunConfig) -> list[Task]:
+    """The first training task that each env would have if it were the only one."""
+    return [TaskSource([env], seed=config.seed, eval_episodes=config.eval.episodes).task(0) for env in config.env]
 
 
 class _Actor(Session):
@@ -147,9 +142,7 @@ def _choose(env: Env) -> tuple[str, Callable[[], str]]:
     return "garbage", lambda: GARBAGE
 
 
-async def _rehearse(
-    config: RunConfig, tasks: Sequence[Task], renderer: ChatRenderer, budget: int
-) -> list[Rehearsal]:
+async def _rehearse(config: RunConfig, tasks: Sequence[Task], renderer: ChatRenderer, budget: int) -> list[Rehearsal]:
     rules = config.rollout
     limits = Limits(
         max_turns=rules.max_turns,
@@ -158,7 +151,7 @@ async def _rehearse(
         episode_timeout=rules.episode_timeout,
     )
     threads = WorkerThreads("env")
-    rehearsals = []
+    rehearsals: list[Rehearsal] = []
     for task in tasks:
         actors: list[_Actor] = []
 
@@ -175,7 +168,7 @@ async def _rehearse(
             limits=limits,
             threads=threads,
         )
-        trajectory = await score(trajectory, build_rewards(config), timeout=rules.reward_timeout)
+        trajectory = await score(trajectory, build_rewards(config), timeout=rules.reward_timeout, threads=threads)
         rehearsals.append(_rehearsal(task, actors[-1].name if actors else "nobody", trajectory, renderer))
     threads.close()
     return rehearsals
@@ -212,9 +205,9 @@ def _rehearsal_warnings(rehearsal: Rehearsal, config: RunConfig, budget: int) ->
     trajectory, rules = rehearsal.trajectory, config.rollout
     if trajectory.error is not None:
         yield f"the episode failed at turn {trajectory.error.turn}: {trajectory.error.message}"
-    elif trajectory.reward is None:
-        missing = [name for name, value in trajectory.rewards.items() if value is None]
-        yield f"the episode could not be scored by {', '.join(missing)}"
+        return
+    for name, reason in trajectory.reward_failures.items():
+        yield f"reward {name!r} could not score the episode: {reason}"
     if trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
         yield f"the first prompt does not fit in {budget} tokens"
     if trajectory.stop_reason is StopReason.MAX_TURNS:
@@ -261,7 +254,11 @@ def render(report: DryRunReport) -> str:
 
 def _render_rehearsal(rehearsal: Rehearsal) -> str:
     trajectory = rehearsal.trajectory
-    lines = [f"first prompt, {rehearsal.prompt_tokens} tokens:", rehearsal.prompt, f"an episode of the {rehearsal.actor}:"]
+    lines = [
+        f"first prompt, {rehearsal.prompt_tokens} tokens:",
+        rehearsal.prompt,
+        f"an episode of the {rehearsal.actor}:",
+    ]
     for turn in trajectory.turns:
         reward = "no answer" if turn.reward is None else f"reward {turn.reward:g}"
         lines.append(f"  {turn.action!r} ({len(turn.completion.token_ids)} tokens) → {reward}")

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+from relax_gym.errors import RelaxGymError, RewardError
 from relax_gym.reward import Reward
 from relax_gym.types import Trajectory
 from relax_gym.workers import WorkerThreads
@@ -25,71 +26,88 @@ class WeightedReward:
     reward: Reward
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardFailure:
-    """Why a reward left an episode unscored. `traceback` is empty when it did not raise."""
-
-    name: str
-    reason: str
-    traceback: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """The episode with its rewards, and what went wrong where an entry is None."""
-
-    trajectory: Trajectory
-    failures: tuple[RewardFailure, ...]
-
-
 async def score(
-    trajectory: Trajectory, rewards: Sequence[WeightedReward], *, timeout: float, threads: WorkerThreads
-) -> Scored:
-    """Ask every reward, all at once: sync ones in `threads`, async ones on the loop, each for at most `timeout` seconds.
+    trajectory: Trajectory,
+    rewards: Sequence[WeightedReward],
+    *,
+    timeout: float,
+    threads: WorkerThreads | None = None,
+) -> Trajectory:
+    """Ask every reward at once: sync ones in `threads`, async ones on the loop, each for at most `timeout` seconds.
 
-    A reward that raises, runs out of time, or returns anything but a finite number is a failure: its entry is None,
-    never 0. An episode that ended in an error is left unscored by all. Only cancelling this call cancels it; a reward
-    that raises CancelledError of its own accord is one more failure.
+    A reward that raises, runs out of time, or returns anything but a finite number gets None, never 0, and its reason
+    stands in `reward_failures`. An episode that ended in an error is left unscored by all. Cancelling this call
+    propagates; a reward that raises CancelledError of its own accord is one more failure.
     """
     if trajectory.error is not None:
         reason = f"the episode ended in an error: {trajectory.error.message}"
-        outcomes: list[float | RewardFailure] = [RewardFailure(name=term.name, reason=reason) for term in rewards]
+        outcomes: list[float | str] = [reason for _ in rewards]
     else:
-        outcomes = await asyncio.gather(*(_ask(term, trajectory, timeout, threads) for term in rewards))
-    scores = {
-        term.name: None if isinstance(outcome, RewardFailure) else term.weight * outcome
-        for term, outcome in zip(rewards, outcomes, strict=True)
-    }
-    failures = tuple(outcome for outcome in outcomes if isinstance(outcome, RewardFailure))
-    return Scored(trajectory=dataclasses.replace(trajectory, rewards=scores), failures=failures)
+        lent = threads or WorkerThreads("reward")
+        try:
+            outcomes = await asyncio.gather(*(_ask(term, trajectory, timeout, lent) for term in rewards))
+        finally:
+            if threads is None:
+                lent.close()
+    by_name = dict(zip((term.name for term in rewards), outcomes, strict=True))
+    return dataclasses.replace(
+        trajectory,
+        rewards={name: None if isinstance(outcome, str) else outcome for name, outcome in by_name.items()},
+        reward_failures={name: outcome for name, outcome in by_name.items() if isinstance(outcome, str)},
+    )
 
 
 def to_score(value: Any) -> float:
-    """What a reward returned, as a finite float. Raises ValueError saying what it was and what is allowed."""
+    """What a reward returned, as a finite float. Raises RewardError saying what it was and what is allowed."""
     if isinstance(value, dict):
-        raise ValueError(f"returned a dict with keys {list(value)}; a reward is one number: return one of the values")
+        raise RewardError(f"returned a dict with keys {list(value)}; a reward is one number: return one of the values")
     if not isinstance(value, SupportsFloat):
-        raise ValueError(f"returned {value!r:.100}; a reward is one finite number")
+        raise RewardError(f"returned {value!r:.100}; a reward is one finite number")
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}; a reward is one finite number")
+        raise RewardError(f"returned {number}; a reward is one finite number")
     return number
 
 
-async def _ask(
-    term: WeightedReward, trajectory: Trajectory, timeout: float, threads: WorkerThreads
-) -> float | RewardFailure:
-    task = asyncio.create_task(_call(term.reward, trajectory, timeout, threads))
+async def _ask(term: WeightedReward, trajectory: Trajectory, timeout: float, threads: WorkerThreads) -> float | str:
+    """The weighted score, or why there is none."""
     try:
-        return to_score(await asyncio.shield(task))
-    except asyncio.CancelledError as error:
-        if not task.done() or not task.cancelled():
-            task.cancel()
-            raise
-        return _failure(term, "it cancelled itself", error)
-    except TimeoutError as error:
-        return _failure(term, str(error) or f"it took longer than {timeout:g} s (rollout.reward_timeout)", error)
-    except ValueError as error:
-        return _failure(term, str(error), error)
+        if _is_async(term.reward):
+            value: Any = term.reward(trajectory)
+        else:
+            value = await threads.call(term.reward, trajectory, timeout=timeout)
+        if inspect.isawaitable(value):
+            value = await _limited(value, timeout)
+        return to_score(term.weight * to_score(value))
     except Exception as error:
-        return _failure(term, f"{type(error).__name__}: {error}", error)
+        return _reason(error, timeout)
+
+
+async def _limited(awaitable: Awaitable[Any], timeout: float) -> Any:
+    """Await with a limit that holds even for a coroutine that ignores its cancellation."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=timeout)
+        if not task.done():
+            raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+    if task.cancelled():
+        raise RewardError("the reward cancelled itself")
+    return task.result()
+
+
+def _is_async(reward: Reward) -> bool:
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+def _reason(error: Exception, timeout: float) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"took longer than {timeout:g} s (rollout.reward_timeout)"
+    if isinstance(error, RelaxGymError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

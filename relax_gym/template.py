@@ -164,8 +164,11 @@ class ChatTemplate:
 
         `start`: the text begins the sequence. Otherwise nothing that a tokenizer does at the beginning is done.
         """
+        if _START not in text and _END not in text:
+            return self._encode_plain(text, anchored=not start)
         ids: list[int] = []
-        for index, piece in enumerate(self._shielded.split(text) if _START in text else [text]):
+        for index, piece in enumerate(self._shielded.split(text)):
+            piece = piece.replace(_START, "").replace(_END, "")  # Left over when a template cuts through a shield.
             if index % 2:
                 ids += self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True)
             elif piece:

@@ -98,7 +98,9 @@ class ToolEnv(Env):
             cls.tools = [method.schema for method in methods.values()]
             functions = [cls.on_answer, *(getattr(cls, name) for name in methods)]
             cls._tools_async = any(inspect.iscoroutinefunction(function) for function in functions)
-            cls._tools_by_name = methods  # last: envs are built in several threads, and this says that the rest is there
+            cls._tools_by_name = (
+                methods  # last: envs are built in several threads, and this says that the rest is there
+            )
         return super().__new__(cls)
 
     def reset(

@@ -109,7 +109,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One finished episode. `rewards` maps reward name to its weighted score; None in it means it could not score."""
+    """One finished episode. `rewards` maps reward name to its weighted score; None in it means it could not score.
+
+    `reward_failures` says why, for each name that is None in `rewards`.
+    """
 
     task: Task
     episode_id: str
@@ -117,6 +120,7 @@ class Trajectory:
     stop_reason: StopReason
     final_observation: tuple[Message, ...] = ()
     rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward_failures: Mapping[str, str] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     error: EpisodeError | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -42,7 +42,7 @@ class Wanted:
 
 
 def printable(text: str) -> str:
-    """Text that cannot move the cursor, change colours or reorder its neighbours: such characters become \\x1b, \\u202e."""
+    """Text that cannot move the cursor, change colours or reorder what is near: what could becomes \\x1b or \\u202e."""
     return UNPRINTABLE.sub(lambda match: ascii(match.group())[1:-1], text)
 
 
@@ -66,7 +66,7 @@ def read_episodes(run: Path, wanted: Wanted) -> list[Record]:
         raise RunFolderError(
             f"{str(run)!r} is not a run folder: it has no config.toml; give the run_dir of a training run"
         )
-    every = read_lines(run / "episodes.jsonl")
+    every: list[Record] = list(read_lines(run / "episodes.jsonl"))
     found = [record for record in every if _matches(record, wanted)]
     if not found:
         steps = sorted({record["step"] for record in every})
@@ -121,10 +121,13 @@ def _turn_tokens(turn: Record, tokenizer: PreTrainedTokenizerBase) -> Text:
     out = Text()
     if turn["new_segment"]:
         out.append("[new segment: this prompt does not extend the one before]\n", style="cyan")
-    for piece, _ in _pieces(turn["context_ids"], [0.0] * len(turn["context_ids"]), tokenizer):
-        out.append(printable(piece), style=CONTEXT)
-    for piece, logprob in _pieces(turn["token_ids"], turn["logprobs"], tokenizer):
-        out.append(printable(piece), style=_colour(logprob))
+    ids, logprobs = turn["token_ids"], [value or 0.0 for value in turn["logprobs"]]
+    fed = [(piece, CONTEXT) for piece, _ in pieces(turn["context_ids"], tokenizer)]
+    said = [(piece, _colour(min(logprobs[tokens]))) for piece, tokens in pieces(ids, tokenizer)]
+    for (piece, style), same in groupby([*fed, *said]):
+        count = len(list(same))
+        repeated = count > MAX_REPEATS and len(piece.strip()) > 1  # the hundreds of pads of one image
+        out.append(printable(f"{piece}×{count}" if repeated else piece * count), style=style)
     return out.append("\n")
 
 
@@ -135,26 +138,16 @@ def _turn_text(turn: Record) -> Text:
     return out.append(printable(f"model: {turn['text']}\n"), style="bold")
 
 
-def _pieces(
-    ids: Sequence[int], logprobs: Sequence[float | None], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, float]]:
-    """(text, lowest log-prob) of each run of tokens that makes whole characters. Long repeats (image pads) are counted."""
-    repeats = [(token, len(list(same))) for token, same in groupby(ids)]
-    position, before, waiting = 0, [], []
-    for token, count in repeats:
-        shown = 1 if count > MAX_REPEATS else count
-        for _ in range(shown):
-            waiting.append((token, logprobs[position]))
-            position += 1
-            whole = [*before, *(token for token, _ in waiting)]
-            piece = str(tokenizer.decode(whole))[len(str(tokenizer.decode(before))) :]
-            if piece.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER and position < len(ids):
-                continue
-            yield piece, min(0.0 if value is None else value for _, value in waiting)
-            before, waiting = [token], []
-        if shown < count:
-            position += count - shown
-            yield f"×{count}", 0.0
+def pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, slice]]:
+    """Text of each shortest run of tokens that makes whole characters, and which tokens those are."""
+    start = 0
+    for end in range(1, len(ids) + 1):
+        before = ids[max(0, start - 1) : start]  # some tokenizers drop the space of a token that stands alone
+        text = str(tokenizer.decode([*before, *ids[start:end]]))[len(str(tokenizer.decode(before))) :]
+        if text.endswith("\ufffd") and end - start < LONGEST_CHARACTER and end < len(ids):
+            continue
+        yield text, slice(start, end)
+        start = end
 
 
 def _colour(logprob: float) -> str:

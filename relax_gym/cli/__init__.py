@@ -10,7 +10,10 @@ from typing import Annotated
 
 import typer
 
-from relax_gym.cli import envs, extend, runs, scaffolds
+from relax_gym.cli import envs as envs
+from relax_gym.cli import extend as extend
+from relax_gym.cli import runs as runs
+from relax_gym.cli import scaffolds as scaffolds
 from relax_gym.errors import PluginError, RelaxGymError
 from relax_gym.plugins import BrokenPlugin, Plugins, plugins
 

@@ -60,7 +60,7 @@ def show(id: EnvId, kwargs: Kwargs = None) -> None:
         print(f"\ntool: {json.dumps(tool['function'], ensure_ascii=False)}")
     has_expert = hasattr(env, "expert_action")
     env.close()
-    print(f"\nan episode of the expert, seed 0:" if has_expert else "\na first observation, seed 0:")
+    print("\nan episode of the expert, seed 0:" if has_expert else "\na first observation, seed 0:")
     _play(id, arguments, 0, expert_policy() if has_expert else lambda env: None, max_turns=SHOWN_TURNS)
 
 
@@ -178,6 +178,6 @@ def _summary(load: Callable[[], object]) -> str:
 
 
 def _argument(parameter: inspect.Parameter, defaults: Mapping[str, Any]) -> tuple[str, str, str]:
-    kind = "" if parameter.annotation is parameter.empty else str(parameter.annotation)
+    kind = "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation)
     default = defaults.get(parameter.name, parameter.default)
     return parameter.name, kind, "required" if default is parameter.empty else repr(default)

@@ -100,7 +100,7 @@ def evaluation_rows(trajectories: Sequence[Trajectory]) -> list[tuple[str, ...]]
     """One row for each env."""
     from relax_gym.metrics import episode_metrics
 
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for env in sorted({trajectory.task.env_id for trajectory in trajectories}):
         of_env = [trajectory for trajectory in trajectories if trajectory.task.env_id == env]
         metrics = episode_metrics(of_env)

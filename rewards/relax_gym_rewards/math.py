@@ -38,7 +38,7 @@ class Verdict(StrEnum):
 
 
 class Math:
-    """1.0 when `math-verify` finds the last action equal to `info[field]` (LaTeX, fractions, sets, percent …), else 0.0.
+    """1.0 when `math-verify` finds the last action equal to `info[field]` (LaTeX, fractions, sets …), else 0.0.
 
     An answer that takes longer than `timeout` seconds to check, or crashes the checker, scores 0.0 and is counted in
     `metrics()`. The checks run in `workers` spawned processes, started by the first one; `close()` ends them, so does
@@ -70,7 +70,7 @@ class Math:
             self.close()
             raise RewardError(f"math: the checking processes cannot run: {error}") from error
         if verdict == Verdict.BAD_REFERENCE:
-            raise RewardError(f"math: info[{self.field!r}] is {expected!r:.100}, which is not a mathematical expression")
+            raise RewardError(f"math: info[{self.field!r}] is {expected!r:.100}, which is no mathematical expression")
         return float(verdict == Verdict.EQUAL)
 
     def metrics(self) -> Mapping[str, float]:
@@ -106,7 +106,7 @@ _ALARM = getattr(signal, "SIGALRM", 0)
 
 
 def check(given: str, expected: str, limit: float) -> str:
-    """Runs in a worker. The kernel ends the process after `limit` seconds, even inside a C loop and without a parent."""
+    """Runs in a worker. The kernel ends the process after `limit` seconds, even inside a C loop, parent or not."""
     if _ALARM:
         signal.signal(_ALARM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, limit)
@@ -150,5 +150,5 @@ def _die_with_parent() -> None:
 
 
 def _stop(pool: ProcessPool) -> None:
-    pool.stop()
+    pool.stop()  # type: ignore[no-untyped-call]
     pool.join()

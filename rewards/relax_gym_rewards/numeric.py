@@ -22,8 +22,8 @@ NUMBER = re.compile(
 class Numeric:
     """Compares numbers, not text: "1,234", "-0.5", "3/4", "12%", "$5", "1e3" are understood.
 
-    Equal means within `tolerance`, absolute and relative to the reference. "50%" is right for 0.5 and for 50, unless the
-    reference is itself a percentage. The reference is a number or a text whose last number counts.
+    Equal means within `tolerance`, absolute and relative to the reference. "50%" is right for 0.5 and for 50, unless
+    the reference is itself a percentage. The reference is a number or a text whose last number counts.
     """
 
     tolerance: float = 1e-6
@@ -50,11 +50,10 @@ class Numeric:
 
 def last_number(text: str) -> tuple[float, bool] | None:
     """The last number in a text and whether it is written as a percentage ("50%" is 0.5); None when there is none."""
-    found = None
-    for found in NUMBER.finditer(text):
-        pass
-    if found is None:
+    matches = list(NUMBER.finditer(text))
+    if not matches:
         return None
+    found = matches[-1]
     value = _float(found["top"])
     if found["bottom"] is not None:
         bottom = _float(found["bottom"])

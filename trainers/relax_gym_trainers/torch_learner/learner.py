@@ -95,8 +95,8 @@ class TorchLearner(Learner):
             `loss`, `grad_norm` (before clipping; means over the updates), `lr`, `updates`, `seconds`; `trained_tokens`
             of the batch, `padded_tokens` that one epoch's forward passes compute, pads included, and
             `prefix_saved_tokens` that they need not, thanks to shared prompts. When something was trained also, as
-            means over its tokens: `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with an
-            advantage that the algorithm gave no gradient), `kl` to the reference if there is one; and, for the first
+            means over its tokens: `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with
+            an advantage that the algorithm gave no gradient), `kl` to the reference if there is one; and, for the first
             update, the gap between learner and sampler: `logprob_diff_mean`, `logprob_diff_max`, `logprob_diff_k3`.
 
         Raises:

@@ -35,7 +35,7 @@ class Head:
     @classmethod
     def of(cls, model: PreTrainedModel, temperature: float) -> Head | None:
         """The head of a causal LM, or None when it is not a plain linear layer."""
-        linear: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        linear: Any = model.get_output_embeddings()
         if type(linear) is not torch.nn.Linear:
             return None
         config = model.config.get_text_config()
@@ -221,12 +221,8 @@ class Policy:
         assert self.head is not None
         inputs = self._inputs(np.arange(1, 9)[None] % self.model.config.get_text_config().vocab_size, None, None, False)
         expected = self.model(**inputs).logits.float() / self.temperature
-        got, _ = _logits(
-            self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype),
-            self.head.weight,
-            self.head.bias,
-            self.head,
-        )
+        hidden = self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype)
+        got, _ = _logits(hidden, self.head.weight, self.head.bias, self.head)
         return got.shape == expected.shape and _close(got.float(), expected)
 
     @torch.no_grad()
@@ -237,7 +233,10 @@ class Policy:
         positions, segments = np.array([[0, 1, 2, 3, 4, 3, 4, 5]]), np.array([[0, 0, 0, 1, 1, 2, 2, 2]])
         alone = self._inputs(ids[:, [0, 1, 2, 5, 6, 7]], None, None, False)
         expected = self.backbone(**alone).last_hidden_state[:, -1].float()
-        got = self.backbone(**self._inputs(ids, positions, segments, True)).last_hidden_state[:, -1].float()
+        try:
+            got = self.backbone(**self._inputs(ids, positions, segments, True)).last_hidden_state[:, -1].float()
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return False  # the model takes no mask of ours; the plain path, which it has just run, is as exact
         return _close(got, expected)
 
 

@@ -59,6 +59,6 @@ def non_finite(what: str, value: float, step: int) -> str:
     """The message of a step whose loss or gradient is broken."""
     return (
         f"the {what} of step {step} is {value}; the weights are as they were before this update. Check the rewards of "
-        "the step's episodes and the metric logprob_diff_max (sampler and learner must agree); try a smaller learner.lr "
-        "or learner.dtype = 'float32'"
+        "the step's episodes and the metric logprob_diff_max (sampler and learner must agree); try a smaller "
+        "learner.lr or learner.dtype = 'float32'"
     )

@@ -1,0 +1,43 @@
+"""Metrics as TensorBoard scalars in `<run_dir>/tensorboard`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from relax_gym.config import Section
+from relax_gym.context import RunContext
+
+
+class TensorBoardOptions(Section):
+    """`[[trackers]]` with name `tensorboard`."""
+
+    flush_seconds: int = Field(10, ge=1, description="how often events are written to disk")
+
+
+class TensorBoardTracker:
+    """Writes every metric as one scalar. A resumed run hides the points a killed run wrote after its checkpoint."""
+
+    def __init__(self, context: RunContext, options: TensorBoardOptions) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        start_step = context.start_step
+        self._writer: SummaryWriter | None = SummaryWriter(
+            log_dir=str(context.run_dir / "tensorboard"),
+            purge_step=start_step + 1 if start_step else None,
+            flush_secs=options.flush_seconds,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one point for each metric at `step`."""
+        if self._writer is None:
+            raise RuntimeError("the TensorBoard tracker is closed; log before close()")
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and end. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,77 @@
+"""Whether a reward keeps its contract; public through `relax_gym.testing`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from relax_gym.conformance import Broken, CheckResult, attempt, awaited, same
+from relax_gym.reward import Reward
+from relax_gym.types import Trajectory
+
+
+def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> list[CheckResult]:
+    """Check a reward on finished episodes: it gives a number or None, repeats it, changes nothing, in any thread."""
+    return [attempt(name, functools.partial(check, reward, trajectories)) for name, check in CHECKS.items()]
+
+
+def _score(reward: Reward, trajectory: Trajectory) -> Any:
+    try:
+        value = reward(trajectory)
+        return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+    except Exception as error:
+        where = f"{trajectory.task.env_id} seed {trajectory.task.seed}"
+        raise Broken(
+            f"failed on episode {trajectory.episode_id} of {where}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _reward_number(reward: Reward, trajectories: Sequence[Trajectory]) -> str:
+    scores = [_score(reward, trajectory) for trajectory in trajectories]
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        if isinstance(score, bool) or not isinstance(score, int | float | np.integer | np.floating | None):
+            raise Broken(f"gave {score!r:.100} for episode {trajectory.episode_id}; it must give a number or None")
+    numbers = [float(score) for score in scores if score is not None and math.isfinite(score)]
+    spread = f", {min(numbers):g} to {max(numbers):g}" if numbers else ""
+    return f"{len(numbers)} scored, {len(scores) - len(numbers)} unscored{spread}"
+
+
+def _reward_repeats(reward: Reward, trajectories: Sequence[Trajectory]) -> str:
+    for trajectory in trajectories:
+        scores = [_score(reward, trajectory) for _ in range(2)]
+        if not same(*scores):
+            raise Broken(f"gave {scores[0]!r} and {scores[1]!r} for the same episode {trajectory.episode_id}")
+    return "same episode, same score"
+
+
+def _reward_reads_only(reward: Reward, trajectories: Sequence[Trajectory]) -> str:
+    for trajectory in trajectories:
+        before = repr(trajectory)
+        _score(reward, trajectory)
+        if repr(trajectory) != before:
+            raise Broken(f"changed episode {trajectory.episode_id}; rewards must only read it")
+    return "episodes unchanged"
+
+
+def _reward_in_thread(reward: Reward, trajectories: Sequence[Trajectory]) -> str:
+    with ThreadPoolExecutor(1) as pool:
+        for trajectory in trajectories:
+            here, there = _score(reward, trajectory), pool.submit(_score, reward, trajectory).result()
+            if not same(here, there):
+                raise Broken(f"gave {here!r} here and {there!r} in a worker thread for {trajectory.episode_id}")
+    return "same score in a worker thread"
+
+
+CHECKS = {
+    "number": _reward_number,
+    "repeat": _reward_repeats,
+    "read-only": _reward_reads_only,
+    "thread": _reward_in_thread,
+}

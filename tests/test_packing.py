@@ -1,0 +1,97 @@
+"""Golden integers: samples in, rows and micro-batches out."""
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import random_batch, sample
+
+from relax_gym.errors import TrainingError
+from relax_gym_trainers.torch_learner.logprobs import tree_mask
+from relax_gym_trainers.torch_learner.packing import build_rows, pack
+
+A = sample([5, 6, 7, 10, 11, 12], [0, 0, 0, 1, 1, 1], advantage=1.0, logprobs=[0, 0, 0, -1, -2, -3])
+B = sample([5, 6, 7, 20, 30, 21, 1], [0, 0, 0, 1, 0, 1, 0], advantage=-1.0, logprobs=[0, 0, 0, -4, 0, -5, 0])
+C = sample([5, 6, 40], [0, 0, 1], advantage=0.5, logprobs=[0, 0, -6])
+
+
+def test_one_prompt_is_held_once():
+    (row,) = build_rows([A, B], budget=100, share_prefix=True)
+    assert row.members == (0, 1)
+    assert row.ids.tolist() == [5, 6, 7, 10, 11, 20, 30]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    assert row.segments.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert row.predictors.tolist() == [2, 3, 4, 2, 6]
+
+
+def test_nothing_is_shared_across_prompts_or_when_turned_off():
+    assert [row.members for row in build_rows([A, C, B], budget=100, share_prefix=True)] == [(0, 2), (1,)]
+    rows = build_rows([A, B], budget=100, share_prefix=False)
+    assert [row.ids.tolist() for row in rows] == [[5, 6, 7, 10, 11], [5, 6, 7, 20, 30]]
+    assert [row.predictors.tolist() for row in rows] == [[2, 3, 4], [2, 4]]
+
+
+def test_a_row_is_split_where_it_would_exceed_the_budget():
+    assert [row.members for row in build_rows([A, B, A], budget=7, share_prefix=True)] == [(0, 1), (2,)]
+    assert [row.members for row in build_rows([A, B, A], budget=6, share_prefix=True)] == [(0,), (1,), (2,)]
+    assert [row.members for row in build_rows([A], budget=1, share_prefix=True)] == [(0,)]
+
+
+def test_a_micro_batch_is_padded_on_the_right_with_the_longest_row_first():
+    (batch,) = pack([C, A, B], budget=100, share_prefix=True)
+    assert batch.ids.tolist() == [[5, 6, 7, 10, 11, 20, 30], [5, 6, 0, 0, 0, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 3, 4], [0, 1, 0, 0, 0, 0, 0]]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2], [0, 0, -1, -1, -1, -1, -1]]
+    assert batch.predictors.tolist() == [2, 3, 4, 2, 6, 8]
+    assert batch.targets.tolist() == [10, 11, 12, 20, 21, 40]
+    assert batch.sample.tolist() == [0, 0, 0, 1, 1, 2]
+    assert batch.logprobs.tolist() == [-1, -2, -3, -4, -5, -6]
+    assert batch.advantages.tolist() == [1, 1, 1, -1, -1, 0.5]
+    assert batch.token_counts.tolist() == [3, 2, 1]
+    assert (batch.real_tokens, batch.padded_tokens, batch.branches) == (9, 14, True)
+
+
+def test_micro_batches_keep_to_the_padded_budget():
+    batches = pack(random_batch(groups=4, size=3).samples, budget=30, share_prefix=False)
+    assert [batch.ids.shape for batch in batches] == [(1, 23), (1, 21), (1, 20), (1, 18), (1, 18), (1, 17), (2, 15), (2, 14), (2, 10)]
+    assert not any(batch.branches for batch in batches)
+
+
+def test_every_trained_token_is_in_exactly_one_micro_batch():
+    samples = random_batch(groups=3, size=4).samples
+    for budget in (1, 20, 40, 1000):
+        for share in (False, True):
+            batches = pack(samples, budget=budget, share_prefix=share)
+            got = sorted(value for batch in batches for value in batch.logprobs.tolist())
+            assert got == sorted(float(v) for s in samples for v in s.logprobs[s.loss_mask == 1])
+
+
+def test_samples_without_trained_tokens_are_left_out():
+    empty = sample([5, 6], [0, 0])
+    assert pack([empty], budget=10, share_prefix=True) == []
+    (batch,) = pack([empty, C], budget=10, share_prefix=True)
+    assert batch.token_counts.tolist() == [1]
+
+
+def test_a_sample_that_trains_its_first_token_is_refused():
+    with pytest.raises(TrainingError, match=r"'e0' \(segment 0\) trains its first token"):
+        pack([sample([5, 6], [1, 1])], budget=10, share_prefix=True)
+
+
+def test_nothing_but_prompt_and_answer_of_ones_own_is_seen():
+    mask = tree_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]))
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 1],
+    ]
+
+
+def test_packing_does_not_change_its_input():
+    before = [(s.token_ids.copy(), s.loss_mask.copy()) for s in (A, B, C)]
+    pack([A, B, C], budget=10, share_prefix=True)
+    for s, (ids, mask) in zip((A, B, C), before, strict=True):
+        assert np.array_equal(s.token_ids, ids)
+        assert np.array_equal(s.loss_mask, mask)
