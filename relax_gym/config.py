@@ -33,6 +33,24 @@ class PluginSection(BaseModel):
         return dict(self.model_extra or {})
 
 
+class SamplerSection(PluginSection):
+    """`[sampler]`: where completions come from."""
+
+    name: str = "local"
+
+
+class AlgorithmSection(PluginSection):
+    """`[algorithm]`: advantages and loss."""
+
+    name: str = "grpo"
+
+
+class LearnerSection(PluginSection):
+    """`[learner]`: what trains the weights."""
+
+    name: str = "torch"
+
+
 class ModelConfig(Section):
     """`[model]`: which language model."""
 
@@ -141,9 +159,9 @@ class RunConfig(Section):
     reward: tuple[RewardConfig, ...] = (RewardConfig(name="env"),)
     chat: ChatConfig = ChatConfig()
     rollout: RolloutConfig = RolloutConfig()
-    sampler: PluginSection = PluginSection(name="local")
-    algorithm: PluginSection = PluginSection(name="grpo")
-    learner: PluginSection = PluginSection(name="torch")
+    sampler: SamplerSection = SamplerSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    learner: LearnerSection = LearnerSection()
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

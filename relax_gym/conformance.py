@@ -151,18 +151,19 @@ class _EnvCheck:
         self.seeds = seeds
         self.actions = actions
         self.builds = isinstance(source, str | type) or not hasattr(source, "step")
+        self.is_async = False
         self.open: list[Any] = []
         self.played: list[_Episode] = []
 
     def build(self) -> str:
         self.env = self.fresh()
-        is_async = inspect.iscoroutinefunction(self.env.step)
-        return f"{type(self.env).__name__}, {'async' if is_async else 'sync'}"
+        return type(self.env).__name__
 
     def play_all(self) -> str:
         self.played = [self.play(self.env, seed) for seed in self.seeds]
         turns = sum(len(episode.steps) for episode in self.played)
-        return f"{len(self.played)} episodes, {turns} turns, {sum(e.ended for e in self.played)} ended"
+        ended = sum(episode.ended for episode in self.played)
+        return f"{len(self.played)} episodes, {turns} turns, {ended} ended, {'async' if self.is_async else 'sync'}"
 
     def check_spaces(self) -> str:
         for episode in self.played:
@@ -274,7 +275,10 @@ class _EnvCheck:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        return self.runner.run(awaited(result)) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        self.is_async = True
+        return self.runner.run(awaited(result))
 
     def kind(self, index: int) -> str:
         """Who plays episode `index`."""
@@ -304,6 +308,8 @@ class _EnvCheck:
             returned = [episode.observation, *(step.result.observation for step in steps)]
             kept = copy.deepcopy(returned[-1])
             action = policy(len(steps))
+            if not isinstance(action, str):
+                raise Broken(f"an action must be text, but the env offers {action!r:.100}")
             start = time.perf_counter()
             result = check_step(self.call(env.step, action))
             steps.append(_Step(action=action, result=result, seconds=time.perf_counter() - start))

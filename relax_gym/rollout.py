@@ -138,7 +138,7 @@ class _Episode:
             context_ids=(),
             completion=completion,
             text=text,
-            action=self._renderer.action(text, params.stop),
+            action=self._renderer.action(text, params.stop, opened=conversation.opened_thinking),
             sample_seconds=seconds,
         )
 

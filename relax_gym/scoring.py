@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat
 from relax_gym.errors import RelaxGymError, RewardError
 from relax_gym.reward import Reward
 from relax_gym.types import Trajectory
-from relax_gym.workers import WorkerThreads
+from relax_gym.workers import WorkerThreads, WorkerTimeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ async def _limited(awaitable: Awaitable[Any], timeout: float) -> Any:
     try:
         await asyncio.wait({task}, timeout=timeout)
         if not task.done():
-            raise TimeoutError
+            raise WorkerTimeout
     finally:
         if not task.done():
             task.cancel()
@@ -104,7 +104,7 @@ def _is_async(reward: Reward) -> bool:
 
 
 def _reason(error: Exception, timeout: float) -> str:
-    if isinstance(error, TimeoutError) and not str(error):
+    if isinstance(error, WorkerTimeout):
         return f"took longer than {timeout:g} s (rollout.reward_timeout)"
     if isinstance(error, RelaxGymError):
         return str(error)

@@ -49,7 +49,8 @@ class TemplateReport:
 
     Attributes:
         content_form: whether it wants content as a string or as a list of typed parts.
-        prefix_preserving: every earlier turn is rendered as it was said, so that an episode is one segment.
+        prefix_preserving: earlier turns are rendered as they were said and change nothing in later ones, so that an
+            episode is one segment and a turn costs only its new messages.
         keeps_thinking: the same for answers with `<think>…</think>`.
         opens_thinking: its generation prompt ends with `<think>`.
         supports_system: it has a system role; otherwise system text goes in front of the next user message.
@@ -93,7 +94,9 @@ class ChatTemplate:
         pattern = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
         self._special = re.compile(pattern) if names else None
         self._shielded = re.compile(f"{_START}({pattern}){_END}")
-        self._anchor = next((t.content for t in added.values() if t.special and not t.rstrip and not t.normalized), "")
+        self._anchor = next(
+            (t.content for t in added.values() if t.special and not (t.rstrip or t.single_word or t.normalized)), ""
+        )
         self.dialect = self._probe_dialect()
         self._probe_answer()
 
@@ -216,18 +219,20 @@ class ChatTemplate:
         return all(text in rendered for text in texts) and f"'{KEY}'" not in rendered
 
     def rewrites(self, tools: Sequence[Tool] = (), *, thinking: bool) -> list[bool]:
-        """For some conversations with these tools, whether past turns are rendered other than they were said."""
+        """For some conversations with these tools, whether a continuation depends on more than the new messages."""
         return [self._rewrites(script, tools, thinking) for script in self._scripts(tools)]
 
     def _rewrites(self, script: Sequence[Sequence[Message]], tools: Sequence[Tool], thinking: bool) -> bool:
-        transcript, rewritten = Transcript(self, tools), False
+        transcript = Transcript(self, tools)
         try:
-            for observation in script:
-                rewritten |= transcript.observe(observation)[1]
+            for index, observation in enumerate(script):
+                text, rewritten = transcript.observe(observation)
+                if rewritten or (index > 0 and text != self.continuation(observation, tools)):
+                    return True
                 transcript.complete((THOUGHT if thinking else "") + "An answer.")
         except TemplateError:
             pass  # A conversation that cannot be expressed is refused when an environment has it.
-        return rewritten
+        return False
 
     def _scripts(self, tools: Sequence[Tool]) -> Iterable[Sequence[Sequence[Message]]]:
         ask, go_on = self._say(user="A question."), self._say(user="Go on.")
@@ -267,11 +272,12 @@ class ChatTemplate:
                 dialect = candidate
                 break
         call = {"id": "probecall", "type": "function", "function": {"name": NAME, "arguments": {KEY: VALUE}}}
-        for empty, as_json in product(("", None), (False, True)):
+        for empty, as_json in product((None, ""), (False, True)):
             candidate = dialect.replace(supports_tool_calls=True, empty_content=empty, json_arguments=as_json)
             message: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
             calling = [turn[0], *adapt([message], candidate, name=self.name)]
-            if self.shows(calling, NAME, KEY, VALUE, tools=tools, prompt=False):
+            shown = self.shows(calling, NAME, KEY, VALUE, tools=tools, prompt=False)
+            if shown and (empty is not None or "None" not in self.render(calling, tools, prompt=False)):
                 return candidate
         return dialect
 
@@ -303,7 +309,7 @@ class Transcript:
     def __init__(self, template: ChatTemplate, tools: Sequence[Tool]) -> None:
         self._template, self._tools = template, tools
         self._history: list[Message] = []
-        self._seen = self._opened = ""
+        self._answer = self._seen = self._opened = ""
 
     def observe(self, messages: Sequence[Message]) -> tuple[str, bool]:
         """The text to append and False; or the whole text and True when the template has rewritten the past.
@@ -311,32 +317,37 @@ class Transcript:
         Raises:
             TemplateError: the template refuses the messages; the transcript is as before.
         """
-        history, rewritten = [*self._history, *messages], False
-        if self._history:
-            text = self._template.continuation(messages, self._tools)
-            seen = self._seen + squash(text)
-            rendered = self._render(history)
-            if rendered is not None and squash(rendered) != seen:
-                text, seen, rewritten = rendered, squash(rendered), True
+        if not self._history:
+            history, text, rewritten = list(messages), self._template.render(messages, self._tools), False
         else:
-            text = self._template.render(history, self._tools)
-            seen = squash(text)
+            history = [*self._history, self._template.answer(self._answer), *messages]
+            following = self._following(messages)
+            rewritten = following is None
+            text = self._template.render(history, self._tools) if following is None else following
         opened = OPENED_THINKING.search(text)
-        self._history, self._seen, self._opened = history, seen, opened.group() if opened else ""
+        self._opened = opened.group() if opened else ""
+        self._seen = squash(text) if rewritten else self._seen + squash(text)
+        self._history = history
         return text, rewritten
 
     def complete(self, text: str) -> None:
         """Take what the model said, without its turn end."""
         self._seen += squash(text)
-        self._history.append(self._template.answer(self._opened + text))
+        self._answer = self._opened + text
 
-    def _render(self, history: Sequence[Message]) -> str | None:
+    def _following(self, messages: Sequence[Message]) -> str | None:
+        """What comes after the last answer when the template renders all before it as it was said, None otherwise."""
+        marked = self._template.answer(self._answer + SENTINEL)
         try:
-            return self._template.render(history, self._tools)
+            rendered = self._template.render([*self._history, marked, *messages], self._tools)
         except TemplateError:
             # Each step is allowed but not their sum (alternation is counted over tool turns): all there is to do is
             # to go on from the ids the model saw.
-            return None
+            return self._template.continuation(messages, self._tools)
+        before, found, after = rendered.partition(SENTINEL)
+        if not found:
+            self._template.continuation(messages, self._tools)  # Raises when it drops whatever an assistant says.
+        return after if found and squash(before) == self._seen else None
 
 
 def _common_prefix(first: str, second: str) -> str:

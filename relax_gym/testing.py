@@ -1,7 +1,7 @@
 """The kit for testing envs, rewards and whatever drives them: no model, no GPU, no torch.
 
-`check_env` and `check_reward` check contracts; `ScriptedSampler` and `RecordingLearner` stand in for the expensive parts
-of a run and keep a record of what they were asked.
+`check_env` and `check_reward` check contracts; `ScriptedSampler` and `RecordingLearner` stand in for the expensive
+parts of a run and keep a record of what they were asked.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Awaitable, Callable
@@ -52,10 +53,8 @@ class Worker:
                 result, error = function(), None
             except BaseException as raised:  # SystemExit in user code must not kill the thread silently
                 result, error = None, raised
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
                 loop.call_soon_threadsafe(_resolve, future, result, error)
-            except RuntimeError:
-                return  # the loop is closed: nobody waits for this any more
             del function, future, result, error, job
 
 

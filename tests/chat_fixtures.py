@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from relax_gym.chat import ChatRenderer
+from relax_gym.chat import ChatRenderer, Context, Conversation
 from relax_gym.config import ChatConfig
 from relax_gym.types import Message, Tool
 
@@ -134,3 +135,55 @@ def system(text: str) -> Message:
 
 def tool(text: str, **keys: str) -> Message:
     return {"role": "tool", "content": text, **keys}
+
+
+Step = str | Sequence[Message]
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+def play(
+    renderer: ChatRenderer, steps: Sequence[Step], tools: Sequence[Tool] = ()
+) -> tuple[Conversation, list[Context]]:
+    """Observations as they are; strings are answers, sampled the way an expert's would be."""
+    conversation, contexts = renderer.conversation(tools), []
+    for step in steps:
+        if isinstance(step, str):
+            conversation.complete(renderer.encode_answer(step))
+        else:
+            contexts.append(conversation.observe(step))
+    return conversation, contexts
+
+
+def text_of(renderer: ChatRenderer, ids: Sequence[int]) -> str:
+    return renderer.template.decode(ids)
+
+
+def single_pass(renderer: ChatRenderer, steps: Sequence[Step], tools: Sequence[Tool] = ()) -> list[int]:
+    """What the tokenizer makes of the whole conversation at once."""
+    messages = [m for step in steps for m in ([assistant(step)] if isinstance(step, str) else step)]
+    adapted = renderer.template.adapt(messages)
+    return renderer.tokenizer.apply_chat_template(
+        adapted,
+        tools=list(tools) or None,
+        chat_template=renderer.config.template,
+        add_generation_prompt=True,
+        return_dict=False,
+        **renderer.config.template_kwargs,
+    )
+
+
+ONE: list[Step] = [[user("Hi")]]
+TWO: list[Step] = [*ONE, "Yes.", [user("And?")]]
+THREE: list[Step] = [*TWO, "No, 12\nor 3", [user("Ünïcode 漢 🙂")]]
+RULES: list[Step] = [[system("Be brief."), user("Hi")], *THREE[1:]]
+SHOTS: list[Step] = [[user("1+1"), assistant("2"), user("2+2")], "4", [user("Go on")]]
+TOOL: list[Step] = [[user("Sun?")], "call", [tool("sun")], "It is sunny."]
+TOOLS: list[Step] = [[user("Sun?")], "call", [tool("sun"), tool("rain")], "again", [tool("x")], "Both.", [user("Hm")]]
+
+REST = "\n<|im_start|>user\nB<|im_end|>\n<|im_start|>assistant\n"
+
+CALL: Message = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}],
+}

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from relax_gym.config import RunConfig
 from relax_gym.context import RunContext
@@ -86,7 +85,7 @@ def sample(
         loss_mask=on,
         logprobs=np.array(logprobs if logprobs is not None else -1.0 * on, dtype=np.float32),
         versions=np.where(on == 1, 0, -1).astype(np.int32),
-        advantages=(advantage * on).astype(np.float32),
+        advantages=np.where(on == 1, advantage, 0.0).astype(np.float32),
         turn_spans=spans,
         turn_rewards=(0.0,) * len(spans),
         reward=0.0,

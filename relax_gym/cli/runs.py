@@ -125,12 +125,14 @@ def find_model(run: Path, checkpoint: str | None) -> Path | None:
 
     Raises:
         RunFolderError: the run has no such checkpoint; says which it has.
+        ModelError: the folder given is no model.
     """
     from relax_gym.errors import RunFolderError
+    from relax_gym.models import check_model
     from relax_gym.run_folder import list_checkpoints
 
     if checkpoint is not None and not checkpoint.isdigit():
-        return Path(checkpoint)
+        return check_model(Path(checkpoint))
     found = dict(list_checkpoints(run)) if run.is_dir() else {}
     if checkpoint is None:
         return found[max(found)] if found else None

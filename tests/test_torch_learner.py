@@ -1,0 +1,606 @@
+"""The torch learner against the plain definition: one sample at a time, full logits, no packing."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import SMALL, context, learner, qwen3, random_batch, sample, save_model
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+)
+
+from relax_gym.errors import ConfigError, ModelError, RunFolderError, TrainingError
+from relax_gym.types import Batch
+from relax_gym_trainers.functional import ppo_clip_loss
+from relax_gym_trainers.torch_learner.learner import split_by_group
+from relax_gym_trainers.torch_learner.logprobs import Head, _HeadLogProbs
+from relax_gym_trainers.torch_learner.optimizer import learning_rate
+from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.update import Tally, accumulate_policy_gradient, plan, score_all
+
+GPT2 = GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "qwen3", qwen3())
+
+
+@pytest.fixture(scope="session")
+def exact(tmp_path_factory):
+    """A model all of whose arithmetic is float64 once it is told so (most norms keep a float32 core)."""
+    return save_model(tmp_path_factory.mktemp("models") / "gpt2", GPT2)
+
+
+def plain_logprobs(model, samples, temperature=1.0):
+    """Per sample: log-prob and entropy of the trained tokens, by one full forward of the whole sample."""
+    out = []
+    for s in samples:
+        ids = torch.from_numpy(s.token_ids.astype(np.int64))[None]
+        logits = model(input_ids=ids).logits[0, :-1] / temperature
+        log_p = logits.log_softmax(-1)
+        mask = torch.from_numpy(s.loss_mask[1:] == 1)
+        logprobs = log_p.gather(-1, ids[0, 1:, None])[:, 0]
+        out.append((logprobs[mask], -(log_p.exp() * log_p).sum(-1)[mask]))
+    return out
+
+
+def flat(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def weights(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+def gradient(trainer, batch, *, old=None, reference=None, budget=10_000, share=True, skip=True):
+    part = plan(batch.samples, budget=budget, share_prefix=share, skip_flat=skip)
+    if old == "rollout":
+        old = [torch.from_numpy(b.logprobs) for b in part.micro_batches]
+    trainer.optimizer.zero_grad()
+    loss = accumulate_policy_gradient(
+        trainer.policy, trainer.algorithm, part, old=old, reference=reference, tally=Tally(), first=True, step=1
+    )
+    return loss, flat(trainer.policy.model), part
+
+
+def without_seconds(metrics):
+    return {name: value for name, value in metrics.items() if name != "seconds"}
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+
+# Config; whether prompts can be shared; whether the head is understood; exactness in float64 (some compute in float32).
+FAMILIES = {
+    "qwen3": (qwen3(), True, True, 1e-9),
+    "llama-untied": (LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True), True, True, 1e-9),
+    "gemma2-softcap-window": (Gemma2Config(**SMALL, head_dim=16, sliding_window=6), False, True, 1e-5),
+    "cohere-logit-scale": (CohereConfig(**SMALL, logit_scale=0.25), True, True, 1e-9),
+    "granite-logits-scaling": (GraniteConfig(**SMALL, logits_scaling=4.0), True, True, 1e-9),
+    "gpt2-absolute-positions": (GPT2, True, True, 1e-9),
+    "mamba": (
+        MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=4, bos_token_id=0, eos_token_id=1),
+        False,
+        True,
+        1e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_k26_scores_equal_the_plain_forward_for_unequal_lengths(family, tmp_path):
+    config, shares, plain_head, tolerance = FAMILIES[family]
+    trainer = learner(context(save_model(tmp_path, config), temperature=0.7))
+    assert trainer.policy.share_prefix is shares
+    assert (trainer.policy.head is not None) is plain_head
+    trainer.policy.model.double()
+    samples = random_batch().samples
+    part = plan(samples, budget=10_000, share_prefix=trainer.policy.share_prefix, skip_flat=False)
+    (batch,) = part.micro_batches
+    got = trainer.policy.score(batch)
+    expected = plain_logprobs(trainer.policy.model, samples, 0.7)
+    # The sampler's log-probs in these samples are all different, so they say which token is which.
+    mine = batch.logprobs.argsort()
+    theirs = np.concatenate([s.logprobs[s.loss_mask == 1] for s in samples]).argsort()
+    for index in (0, 1):
+        values = torch.cat([pair[index] for pair in expected])
+        torch.testing.assert_close(got[index][mine], values[theirs], rtol=0, atol=tolerance, check_dtype=False)
+
+
+def test_float32_scores_are_within_1e_5(tiny):
+    trainer = learner(context(tiny))
+    samples = random_batch().samples[:3]
+    (batch,) = plan(samples, budget=10_000, share_prefix=True, skip_flat=False).micro_batches
+    expected = torch.cat([logprobs for logprobs, _ in plain_logprobs(trainer.policy.model, samples)])
+    torch.testing.assert_close(score_all(trainer.policy, [batch])[0], expected, rtol=0, atol=1e-5)
+
+
+def test_an_eager_model_shares_prompts_too(tmp_path):
+    trainer = learner(context(save_model(tmp_path, qwen3(attn_implementation="eager"))))
+    trainer.policy.model.set_attn_implementation("eager")
+    samples = random_batch().samples[:3]
+    (batch,) = plan(samples, budget=10_000, share_prefix=True, skip_flat=False).micro_batches
+    expected = torch.cat([logprobs for logprobs, _ in plain_logprobs(trainer.policy.model, samples)])
+    torch.testing.assert_close(score_all(trainer.policy, [batch])[0], expected, rtol=0, atol=1e-5)
+
+
+def test_a_head_that_is_not_understood_falls_back_to_the_models_logits(tiny):
+    trainer = learner(context(tiny))
+    samples = random_batch().samples[:3]
+    (batch,) = plan(samples, budget=10_000, share_prefix=True, skip_flat=False).micro_batches
+    (expected,) = score_all(trainer.policy, [batch])
+    trainer.policy.head = None
+    torch.testing.assert_close(score_all(trainer.policy, [batch])[0], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_chunked_head_has_the_right_gradients(softcap, bias):
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    hidden, weight, offset = tensor(5, 3), tensor(7, 3), tensor(7) if bias else None
+    head = Head(weight=weight, bias=offset, scale=1.5, softcap=softcap, temperature=0.8)
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: _HeadLogProbs.apply(h, w, b, targets, head, torch.float64, 2), (hidden, weight, offset)
+    )
+
+
+def test_k36_one_temperature_for_new_old_and_reference(tiny):
+    trainer = learner(context(tiny, temperature=0.5, kl_coef=0.1, old_logprobs="recompute"), epochs=2, lr=1e-9)
+    samples = random_batch().samples
+    with torch.no_grad():
+        scores = plain_logprobs(trainer.policy.model, samples, 0.5)
+    exact = []
+    for s, (logprobs, _) in zip(samples, scores, strict=True):
+        values = np.zeros(len(s.token_ids), dtype=np.float32)
+        values[s.loss_mask == 1] = logprobs.numpy()
+        exact.append(dataclasses.replace(s, logprobs=values))
+    metrics = trainer.step(Batch(version=0, samples=exact))
+    assert metrics["logprob_diff_max"] < 1e-5
+    assert metrics["kl"] < 1e-9
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def plain_gradient(model, algorithm, samples, temperature=1.0):
+    """The definition: token-mean of the clipped loss over all trained tokens, minus the entropy bonus."""
+    model.zero_grad()
+    total = sum(s.trained_tokens for s in samples)
+    loss = 0.0
+    for s, (logprobs, entropy) in zip(samples, plain_logprobs(model, samples, temperature), strict=True):
+        mask = s.loss_mask == 1
+        ratio = (logprobs - torch.from_numpy(s.logprobs[mask])).exp()
+        clipped = ppo_clip_loss(ratio, torch.from_numpy(s.advantages[mask]), clip_low=0.2, clip_high=0.2)
+        loss = loss + (clipped - algorithm.entropy_coef * entropy).sum() / total
+    loss.backward()
+    return loss.item(), flat(model)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("model", "tolerance"), [("exact", 1e-9), ("tiny", 1e-6)])
+def test_the_gradient_is_that_of_the_plain_definition(request, model, tolerance, share, checkpointing):
+    run = context(request.getfixturevalue(model), temperature=0.9, entropy_coef=0.02)
+    trainer = learner(run, activation_checkpointing=checkpointing, logprob_chunk=4)
+    trainer.policy.model.double()
+    samples = random_batch().samples
+    expected_loss, expected = plain_gradient(trainer.policy.model, trainer.algorithm, samples, 0.9)
+    loss, got, _ = gradient(trainer, Batch(version=0, samples=samples), old="rollout", share=share)
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_k23_k24_micro_batching_does_not_change_the_gradient(exact, aggregation):
+    norm = {"token_sum_norm": 8.0} if aggregation == "seq-mean-token-sum-norm" else {}
+    trainer = learner(context(exact, aggregation=aggregation, entropy_coef=0.01, **norm))
+    trainer.policy.model.double()
+    batch = random_batch(groups=3, size=3)
+    results = {}
+    for budget, share in ((10_000, True), (80, True), (60, False), (27, False)):
+        loss, grad, part = gradient(trainer, batch, old="rollout", budget=budget, share=share)
+        results[len(part.micro_batches)] = loss, grad
+    assert sorted(results) == [1, 2, 3, 7]
+    one_loss, one = results[1]
+    for loss, grad in results.values():
+        assert loss == pytest.approx(one_loss, rel=1e-9)
+        assert (grad - one).norm() <= 1e-9 * one.norm()
+        assert grad.norm().item() == pytest.approx(one.norm().item(), rel=1e-9)
+
+
+def test_skipping_samples_without_advantage_does_not_change_the_gradient(tiny):
+    trainer = learner(context(tiny))
+    trainer.policy.model.double()
+    samples = list(random_batch().samples)
+    samples[1] = dataclasses.replace(samples[1], advantages=np.zeros_like(samples[1].advantages))
+    batch = Batch(version=0, samples=samples)
+    skipped_loss, skipped, fewer = gradient(trainer, batch, old="rollout", skip=True)
+    loss, grad, all_of_them = gradient(trainer, batch, old="rollout", skip=False)
+    assert len(fewer.micro_batches[0].token_counts) == 5
+    assert len(all_of_them.micro_batches[0].token_counts) == 6
+    assert skipped_loss == pytest.approx(loss, rel=1e-12)
+    assert (skipped - grad).norm() <= 1e-9 * grad.norm()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+def test_k16_k18_k20_values_at_masked_positions_reach_nothing(tiny, poison):
+    def poisoned(s):
+        off = s.loss_mask == 0
+        return dataclasses.replace(
+            s,
+            logprobs=np.where(off, np.float32(poison), s.logprobs),
+            advantages=np.where(off, np.float32(poison), s.advantages),
+        )
+
+    clean, dirty = random_batch(), random_batch()
+    dirty = Batch(version=0, samples=[poisoned(s) for s in dirty.samples])
+    results = []
+    for batch in (clean, dirty):
+        trainer = learner(context(tiny, kl_coef=0.1, old_logprobs="rollout"))
+        results.append((without_seconds(trainer.step(batch)), weights(trainer)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1])
+
+
+def test_k16_environment_tokens_have_no_gradient(tiny):
+    trainer = learner(context(tiny))
+    trainer.policy.model.double()
+    one = sample([3, 4, 5, 6, 7, 8], [0, 0, 1, 0, 0, 1])
+    _, grad, _ = gradient(trainer, Batch(version=0, samples=[one]))
+    trainer.optimizer.zero_grad()
+    ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
+    log_p = trainer.policy.model(input_ids=ids).logits[0].log_softmax(-1)
+    (-(log_p[1, 5] + log_p[4, 8]) / 2).backward()
+    expected = flat(trainer.policy.model)
+    assert (grad - expected).norm() <= 1e-9 * expected.norm()
+
+
+def test_k21_each_segment_is_trained_with_its_own_mask(tiny):
+    trainer = learner(context(tiny))
+    first = sample([3, 4, 5, 6, 7], [0, 0, 1, 1, 0])
+    second = dataclasses.replace(sample([3, 4, 5, 6, 7, 8, 9], [0, 0, 0, 0, 0, 1, 1]), segment=1)
+    metrics = trainer.step(Batch(version=0, samples=[first, second]))
+    assert metrics["trained_tokens"] == 4
+    assert metrics["loss"] == pytest.approx(-metrics["ratio_mean"]) or metrics["clip_fraction"] > 0
+    (batch,) = plan([first, second], budget=100, share_prefix=True, skip_flat=True).micro_batches
+    assert sorted(batch.targets.tolist()) == [5, 6, 8, 9]
+    assert batch.advantages.tolist() == [1, 1, 1, 1]
+
+
+def test_k22_each_sampled_token_is_in_the_loss_once(tiny):
+    trainer = learner(context(tiny))
+    batch = random_batch()
+    assert trainer.step(batch)["trained_tokens"] == batch.trained_tokens
+    part = plan(batch.samples, budget=20, share_prefix=True, skip_flat=False)
+    assert sum(len(b.targets) for b in part.micro_batches) == batch.trained_tokens
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def test_a_step_moves_the_weights_towards_the_advantage(tiny):
+    trainer = learner(context(tiny, old_logprobs="recompute"), lr=3e-3)
+    samples = [
+        sample([3, 4, 5, 6], [0, 0, 1, 1], advantage=1.0, episode="good"),
+        sample([3, 4, 9, 2], [0, 0, 1, 1], advantage=-1.0, episode="bad"),
+    ]
+    with torch.no_grad():
+        before = [logprobs.sum().item() for logprobs, _ in plain_logprobs(trainer.policy.model, samples)]
+    metrics = trainer.step(Batch(version=0, samples=samples))
+    with torch.no_grad():
+        after = [logprobs.sum().item() for logprobs, _ in plain_logprobs(trainer.policy.model, samples)]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+    assert trainer.version == 1
+    assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert (metrics["updates"], metrics["clip_fraction"]) == (1, 0)
+    assert (metrics["trained_tokens"], metrics["padded_tokens"], metrics["prefix_saved_tokens"]) == (4, 4, 2)
+
+
+def test_metrics_of_a_step(tiny):
+    trainer = learner(context(tiny, kl_coef=0.1))
+    metrics = trainer.step(random_batch())
+    with_gradient = {"entropy", "ratio_mean", "clip_fraction", "kl"}
+    gap = {"logprob_diff_mean", "logprob_diff_max", "logprob_diff_k3"}
+    counts = {"updates", "trained_tokens", "padded_tokens", "prefix_saved_tokens", "seconds"}
+    assert set(metrics) == {"loss", "grad_norm", "lr"} | with_gradient | gap | counts
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert 0 < metrics["entropy"] < math.log(61)
+    assert metrics["logprob_diff_max"] >= metrics["logprob_diff_mean"] > 0
+    assert metrics["kl"] == 0.0
+
+
+def test_clip_fraction_counts_tokens_without_gradient(tiny):
+    trainer = learner(context(tiny))
+    samples = [
+        sample([3, 4, 5, 6], [0, 0, 1, 1], advantage=1.0, logprobs=[0, 0, -20, -20]),
+        sample([3, 4, 7, 8], [0, 0, 1, 1], advantage=-1.0, logprobs=[0, 0, -20, -20]),
+    ]
+    batch = Batch(version=0, samples=samples)
+    assert trainer.step(batch)["clip_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("empty", [[], [sample([3, 4, 5], [0, 0, 0])], [sample([3, 4, 5], [0, 0, 1], advantage=0.0)]])
+def test_k29_a_batch_without_signal_touches_no_weight(tiny, empty):
+    trainer = learner(context(tiny), weight_decay=0.1)
+    trainer.step(random_batch())
+    before = weights(trainer)
+    metrics = trainer.step(Batch(version=1, samples=empty))
+    assert metrics["trained_tokens"] == sum(s.trained_tokens for s in empty)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["updates"], trainer.version) == (0.0, 0.0, 0.0, 2)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
+
+
+@pytest.mark.parametrize("where", ["advantage", "logprob"])
+def test_a_non_finite_loss_ends_training_and_leaves_the_weights(tiny, where):
+    trainer = learner(context(tiny))
+    before = weights(trainer)
+    broken = sample([3, 4, 5], [0, 0, 1], advantage=math.inf if where == "advantage" else -1.0)
+    if where == "logprob":
+        broken = dataclasses.replace(broken, logprobs=np.array([0, 0, -math.inf], dtype=np.float32))
+    with pytest.raises(TrainingError, match=r"loss of step 1 is (inf|-inf|nan); the weights are as they were"):
+        trainer.step(Batch(version=0, samples=[broken]))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
+    trainer.step(random_batch())
+    assert all(tensor.isfinite().all() for _, tensor in trainer.weights())
+
+
+def test_a_non_finite_gradient_ends_training_and_leaves_the_weights(tiny):
+    trainer = learner(context(tiny))
+    before = weights(trainer)
+    trainer.parameters[0].register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(TrainingError, match="gradient norm of step 1 is nan"):
+        trainer.step(random_batch())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
+    assert not trainer.optimizer.state
+
+
+def test_recomputed_old_logprobs_are_those_before_the_first_of_several_updates(tiny):
+    trainer = learner(context(tiny, old_logprobs="recompute"), epochs=2, lr=1e-3)
+    metrics = trainer.step(random_batch())
+    assert metrics["updates"] == 2
+    assert metrics["ratio_mean"] != 1.0
+    first = learner(context(tiny, old_logprobs="recompute"), epochs=1, lr=1e-3)
+    assert first.step(random_batch())["ratio_mean"] == 1.0
+
+
+def test_updates_per_step_cut_the_batch_by_groups(tiny):
+    samples = random_batch(groups=5, size=2).samples
+    names = [[s.group_id for s in part] for part in split_by_group(samples, 2)]
+    assert names == [["g0", "g0", "g1", "g1", "g2", "g2"], ["g3", "g3", "g4", "g4"]]
+    trainer = learner(context(tiny, groups=4), updates_per_step=2)
+    metrics = trainer.step(random_batch(groups=4))
+    assert (metrics["updates"], trainer.version) == (2, 1)
+    assert trainer.optimizer.state[trainer.parameters[0]]["step"].item() == 2
+
+
+def test_updates_per_step_must_divide_the_groups(tiny):
+    with pytest.raises(ConfigError, match=r"updates_per_step = 3 does not divide train.groups_per_step = 4"):
+        learner(context(tiny, groups=4), updates_per_step=3)
+
+
+def test_the_kl_loss_pulls_back_to_the_reference(tiny):
+    trainer = learner(context(tiny, kl_coef=10.0), lr=1e-3)
+    reference = weights(trainer)
+    kls = [trainer.step(random_batch())["kl"] for _ in range(8)]
+    free = learner(context(tiny), lr=1e-3)
+    for _ in range(8):
+        free.step(random_batch())
+
+    def distance(one):
+        return sum((tensor - reference[name]).square().sum().item() for name, tensor in one.weights())
+
+    assert kls[0] == 0.0
+    assert kls[-1] > 0.0
+    assert distance(trainer) < distance(free)
+
+
+def test_two_identical_runs_are_bit_equal(tiny):
+    runs = []
+    for _ in range(2):
+        trainer = learner(context(tiny, kl_coef=0.05, entropy_coef=0.01), dtype="bfloat16", micro_batch_tokens=40)
+        metrics = [without_seconds(trainer.step(random_batch(seed))) for seed in range(3)]
+        runs.append((metrics, weights(trainer)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(tensor, runs[1][1][name]) for name, tensor in runs[0][1].items())
+
+
+def test_bfloat16_autocast_keeps_float32_weights_and_is_close(tiny):
+    trainer = learner(context(tiny), dtype="bfloat16")
+    batch = random_batch()
+    loss, low, _ = gradient(trainer, batch, old="rollout", budget=30)
+    exact_loss, exact, _ = gradient(learner(context(tiny)), batch, old="rollout")
+    assert loss == pytest.approx(exact_loss, abs=0.05)
+    assert torch.nn.functional.cosine_similarity(low, exact, dim=0) > 0.99
+    assert {tensor.dtype for _, tensor in trainer.weights()} == {torch.float32}
+
+
+# ---- imitation -----------------------------------------------------------------------------------
+
+
+def test_imitation_minimises_the_likelihood_loss_without_moving_the_version(tiny):
+    trainer = learner(context(tiny))
+    batch = random_batch()
+    with torch.no_grad():
+        expected = -torch.cat([lp for lp, _ in plain_logprobs(trainer.policy.model, batch.samples)]).mean().item()
+    losses = [trainer.imitate(batch, lr=3e-3)["loss"] for _ in range(20)]
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < 0.5 * losses[0]
+    assert trainer.version == 0
+    assert not trainer.optimizer.state
+
+
+def test_the_first_step_drops_the_imitation_optimizer_and_takes_the_reference(tiny):
+    trainer = learner(context(tiny, kl_coef=0.1))
+    trainer.imitate(random_batch(), lr=1e-2)
+    metrics = trainer.step(random_batch())
+    assert metrics["kl"] == 0.0
+    assert trainer._imitation is None
+
+
+def test_imitation_of_nothing_is_no_step(tiny):
+    trainer = learner(context(tiny))
+    before = weights(trainer)
+    assert trainer.imitate(Batch(version=0, samples=[]), lr=1.0)["loss"] == 0.0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
+
+
+# ---- weights, export, resume ---------------------------------------------------------------------
+
+
+def test_weights_are_those_of_the_model_tied_ones_once(tiny):
+    plain = AutoModelForCausalLM.from_pretrained(tiny)
+    given = dict(learner(context(tiny)).weights())
+    assert set(given) == {name for name, _ in plain.named_parameters()}
+    assert "lm_head.weight" not in given
+    assert all(torch.equal(given[name], tensor) for name, tensor in plain.named_parameters())
+
+
+RESUME = {
+    "plain": ({}, {}),
+    "bf16-cosine-kl": ({"kl_coef": 0.1}, {"dtype": "bfloat16", "schedule": "cosine", "warmup_steps": 2}),
+    "lora": ({}, {"lora": {"rank": 4, "alpha": 8.0, "dropout": 0.1}}),
+    "freeze": ({}, {"freeze": ("*embed*", "model.layers.0.*"), "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", RESUME)
+def test_k113_four_steps_equal_two_and_resume_and_two(tiny, tmp_path, case):
+    algorithm, options = RESUME[case]
+    run = context(tiny, **algorithm)
+
+    def train(trainer, seeds):
+        return [without_seconds(trainer.step(random_batch(seed, version=trainer.version))) for seed in seeds]
+
+    torch.manual_seed(5)
+    whole = learner(run, **options)
+    whole.imitate(random_batch(9), lr=1e-3)
+    expected = train(whole, range(4))
+    torch.manual_seed(5)
+    half = learner(run, **options)
+    half.imitate(random_batch(9), lr=1e-3)
+    got = train(half, range(2))
+    half.export(tmp_path)
+    half.save_state(tmp_path)
+    torch.manual_seed(77)
+    resumed = learner(run, **options)
+    resumed.load(tmp_path)
+    assert resumed.version == 2
+    got += train(resumed, range(2, 4))
+    assert got == expected
+    assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in whole.weights())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_the_export_loads_in_transformers_and_is_what_weights_gives(tiny, tmp_path, lora):
+    trainer = learner(context(tiny), lora=lora)
+    trainer.step(random_batch())
+    trainer.export(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    given = dict(trainer.weights())
+    assert loaded.dtype == torch.float32
+    assert set(given) == {name for name, _ in loaded.named_parameters()}
+    assert all(torch.equal(given[name], tensor) for name, tensor in loaded.named_parameters())
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(loaded(ids).logits, trainer.policy.model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_trains_adapters_only(tiny):
+    trainer = learner(context(tiny), lora={"rank": 4, "targets": ("q_proj", "v_proj")})
+    before = weights(trainer)
+    trainer.step(random_batch())
+    after = weights(trainer)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in (0, 1) for p in ("q", "v")}
+
+
+def test_freeze_keeps_what_it_names(tiny):
+    trainer = learner(context(tiny), freeze=("*embed*", "model.layers.0.*"))
+    before = weights(trainer)
+    trainer.step(random_batch())
+    changed = {name for name, tensor in trainer.weights() if not torch.equal(before[name], tensor)}
+    assert changed
+    assert all(name.startswith(("model.layers.1.", "model.norm")) for name in changed)
+
+
+def test_wrong_folders_are_refused(tiny, tmp_path):
+    with pytest.raises(RunFolderError, match=r"holds no learner_state\.pt"):
+        learner(context(tiny)).load(tmp_path)
+    adapted = learner(context(tiny), lora={"rank": 2})
+    adapted.save_state(tmp_path / "adapted")
+    with pytest.raises(RunFolderError, match=r"was trained with learner\.lora"):
+        learner(context(tiny)).load(tmp_path / "adapted")
+    other = context(save_model(tmp_path / "other", qwen3(), seed=3))
+    with pytest.raises(RunFolderError, match="adapters of another model"):
+        learner(other, lora={"rank": 2}).load(tmp_path / "adapted")
+    with pytest.raises(ModelError, match="cannot load a causal language model"):
+        learner(dataclasses.replace(context(tiny), model_path=tmp_path / "nowhere"))
+
+
+def test_a_broken_model_is_refused(tmp_path):
+    folder = save_model(tmp_path, qwen3())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.norm.weight.data.fill_(math.nan)
+    model.save_pretrained(folder)
+    with pytest.raises(ModelError, match="its weights are broken"):
+        learner(context(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze": ("model.layer.*",)}, r"'model.layer.\*' matches no parameter"),
+        ({"freeze": ("*",)}, "leaves no parameter to train"),
+        ({"freeze": ("*embed*",), "lora": {"rank": 2}}, "exclude each other"),
+        ({"lora": {"targets": ("nothing",)}}, "learner.lora.targets"),
+        ({"device": "cuda"}, "sees no CUDA device"),
+        ({"device": "tpu9"}, "is no torch device"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(tiny, monkeypatch, options, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        learner(context(tiny), **options)
+
+
+def test_close_is_idempotent(tiny):
+    trainer = learner(context(tiny))
+    trainer.step(random_batch())
+    trainer.close()
+    trainer.close()
+    assert not trainer.optimizer.state
+
+
+# ---- learning rate -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1, 1, 1]),
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1]),
+        ({"schedule": "linear", "warmup_steps": 2}, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ({"schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.5}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5]),
+        ({"schedule": "cosine", "warmup_steps": 2}, [0.5, 1, 1, 0.853553, 0.5, 0.146447, 0]),
+    ],
+)
+def test_learning_rate(options, expected):
+    got = [learning_rate(TorchLearnerOptions(lr=1.0, **options), step, 6) for step in range(7)]
+    assert got == pytest.approx(expected, abs=1e-6)
