@@ -113,11 +113,11 @@ class Display:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(style="cyan")
         table.add_column()
-        for name, value in self._facts():
+        for name, value in self.facts():
             table.add_row(name, value)
         return table
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
         metrics = self._metrics
         facts = [("step", f"{self._steps.step}/{self._steps.total}   {self._steps.eta_text()}")]
         if self._warmup is not None and self._config.warmup is not None:

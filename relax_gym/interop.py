@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +116,7 @@ class GymnasiumTextEnv(Env):
     answered with the list of actions and does not step the game.
 
     Args:
-        env_id: id of a registered Gymnasium env.
+        env_id: id of a Gymnasium env, `module:id` if a module must be imported for it.
         actions: a name for each action, in order; by default their numbers.
         intro: what the model is told first; by default the env's id and its actions.
         parse: text → action, or None when there is none in it.
@@ -136,7 +137,7 @@ class GymnasiumTextEnv(Env):
         self.game = _make_game(env_id, kwargs)
         space = self.game.action_space
         if not isinstance(space, Discrete):
-            raise EnvError(f"{env_id} has action space {space}; only Discrete actions can be named in words")
+            raise EnvError(f"{env_id} has {type(space).__name__} actions; only Discrete ones can be named in words")
         self._first = int(space.start)
         self.actions = tuple(actions) if actions is not None else tuple(str(self._first + i) for i in range(space.n))
         if len(self.actions) != space.n:
@@ -186,16 +187,19 @@ class GymnasiumTextEnv(Env):
 
 
 def _make_game(env_id: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    module, _, name = env_id.rpartition(":")
     try:
-        spec = gymnasium.spec(env_id)
-    except gymnasium.error.Error as error:
+        if module:
+            importlib.import_module(module)
+        spec = gymnasium.spec(name)
+    except (ImportError, gymnasium.error.Error) as error:
         raise EnvError(f"Gymnasium has no env {env_id!r}: {error}") from error
     if spec.entry_point is None:
         raise EnvError(f"Gymnasium's env {env_id!r} has no entry point, so it cannot be built")
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     modes = getattr(creator, "metadata", {}).get("render_modes", [])
     ansi = {"render_mode": "ansi"} if "ansi" in modes else {}
-    return gymnasium.make(env_id, **{**ansi, **kwargs})
+    return gymnasium.make(name, **{**ansi, **kwargs})
 
 
 def _render(observation: Any, game: gymnasium.Env[Any, Any]) -> str:

@@ -44,6 +44,7 @@ class Player:
         self._rewards = rewards
         self._config = config
         self._threads = WorkerThreads("env")
+        self._reward_threads = WorkerThreads("reward", limit=16)
 
     def open_sessions(self, count: int) -> list[Session]:
         """Open sessions in one go, before anything is awaited: a deterministic sampler then knows who is to come."""
@@ -70,7 +71,9 @@ class Player:
             running -= 1
             if running:
                 session.close()
-            scored = await score(trajectory, self._rewards, timeout=self._config.reward_timeout)
+            scored = await score(
+                trajectory, self._rewards, timeout=self._config.reward_timeout, threads=self._reward_threads
+            )
             on_end(scored)
             return scored
 
@@ -114,8 +117,9 @@ class Player:
         )
 
     def close(self) -> None:
-        """End the env threads."""
+        """End the worker threads."""
         self._threads.close()
+        self._reward_threads.close()
 
 
 def close_sessions(sessions: Sequence[Session]) -> None:

@@ -128,6 +128,7 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
         "stop_reason": str(trajectory.stop_reason),
         "reward": trajectory.reward,
         "rewards": dict(trajectory.rewards),
+        "reward_failures": dict(trajectory.reward_failures),
         "error": error
         and {"env_id": error.env_id, "turn": error.turn, "message": error.message, "traceback": error.traceback},
         "turns": [

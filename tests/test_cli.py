@@ -62,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return (0 if code is None else int(code)), out, err
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RELAX_GYM_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -387,8 +387,12 @@ def test_envs_refuse_bad_input(capsys, arguments: list[str], expected: str) -> N
 def test_rewards_list(capsys) -> None:
     code, out, _ = run(capsys, "rewards", "list")
     assert code == 0
-    assert ["env", "exact_match", "math", "numeric", "turn_penalty"] == [
-        line.split()[0] for line in out.splitlines()[1:6]
+    assert [line.split()[0] for line in out.splitlines()[1:6]] == [
+        "env",
+        "exact_match",
+        "math",
+        "numeric",
+        "turn_penalty",
     ]
 
 
@@ -403,6 +407,6 @@ def test_plugins_list(capsys) -> None:
 def test_plugins_doctor(capsys) -> None:
     code, out, _ = run(capsys, "plugins", "doctor")
     assert code == 0
-    assert ["gymnasium"] == [line.split()[0] for line in out.splitlines() if line.startswith("gymnasium")]
+    assert "gymnasium" in [line.split()[0] for line in out.splitlines() if line]
     assert "pip install 'relax-gym[megatron]'" in out or "megatron   installed" in out
     assert "none broken" in out

@@ -178,6 +178,8 @@ def _summary(load: Callable[[], object]) -> str:
 
 
 def _argument(parameter: inspect.Parameter, defaults: Mapping[str, Any]) -> tuple[str, str, str]:
-    kind = "" if parameter.annotation is parameter.empty else inspect.formatannotation(parameter.annotation)
+    kind = "" if parameter.annotation is parameter.empty else parameter.annotation
+    if not isinstance(kind, str):
+        kind = inspect.formatannotation(kind)
     default = defaults.get(parameter.name, parameter.default)
     return parameter.name, kind, "required" if default is parameter.empty else repr(default)

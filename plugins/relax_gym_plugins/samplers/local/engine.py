@@ -29,6 +29,7 @@ logger = logging.getLogger("relax_gym")
 DEFAULT_CONTEXT = 8192
 LONG_WAIT_SECONDS = 30.0
 SEED_STRIDE = 1_000_003
+Outcomes = list[tuple[Future[Completion], Completion | SamplerError]]
 COUNTERS = ("prefill_tokens", "cached_tokens", "generated_tokens", "steps", "busy_seconds", "wait_seconds")
 
 
@@ -214,7 +215,7 @@ class LocalEngine:
         default = (self._seed * SEED_STRIDE + context.order) * SEED_STRIDE + context.turns
         request.seed = (default if own is None else own) % 2**64
         if request.limit == 0:
-            self._finish(context, FinishReason.LENGTH)
+            self._resolve(request.future, self._finish(context, FinishReason.LENGTH))
 
     def _abort(self, context: Context, request: Request) -> None:
         def forget() -> None:
@@ -228,7 +229,8 @@ class LocalEngine:
 
     def _close(self, context: Context) -> None:
         if context.request is not None:
-            self._finish(context, FinishReason.ABORT)
+            future = context.request.future
+            self._resolve(future, self._finish(context, FinishReason.ABORT))
         if context.row is not None:
             self._rows.release(context.row)
         self._contexts.pop(context.order, None)
@@ -266,10 +268,14 @@ class LocalEngine:
                 computed += size
             context.cached += size
         ready = [index for index, (context, _) in enumerate(batch) if not context.missing]
+        outcomes: Outcomes = []
         if ready:
-            self._choose([batch[index][0] for index in ready], logits if len(ready) == len(batch) else logits[ready])
+            logits = logits if len(ready) == len(batch) else logits[ready]
+            outcomes = self._choose([batch[index][0] for index in ready], logits)
         self._steps += 1
         self._count(computed, cached, len(ready), time.perf_counter() - begin)
+        for future, outcome in outcomes:
+            self._resolve(future, outcome)
 
     def _waiting(self) -> list[Context]:
         waiting = [c for c in self._contexts.values() if c.request is not None and c.row is None]
@@ -277,24 +283,28 @@ class LocalEngine:
             waiting.sort(key=lambda c: c.request.arrival if c.request else 0)
         return waiting
 
-    def _choose(self, contexts: list[Context], logits: Tensor) -> None:
+    def _choose(self, contexts: list[Context], logits: Tensor) -> Outcomes:
+        """Sample a token for each context; returns the requests that are over."""
         requests = [context.request for context in contexts if context.request is not None]
         if self._params is None or self._params[0] != requests:
             chosen = BatchParams([r.params for r in requests], [r.seed for r in requests], self._runner.device)
             self._params = requests, chosen
         positions = np.array([context.length for context in contexts], dtype=np.uint64)
         tokens, logprobs = sample(logits, positions, self._params[1])
+        outcomes: Outcomes = []
         for context, request, token, logprob in zip(contexts, requests, tokens, logprobs, strict=True):
             context.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)
             if math.isnan(logprob):
                 context.request = None
-                self._resolve(request.future, SamplerError("the model gives NaN; its weights or dtype are broken"))
+                error = SamplerError("the model gives NaN; its weights or dtype are broken")
+                outcomes.append((request.future, error))
             elif token in request.params.stop_token_ids or (request.params.stop and self._stopped(context, request)):
-                self._finish(context, FinishReason.STOP)
+                outcomes.append((request.future, self._finish(context, FinishReason.STOP)))
             elif len(request.logprobs) == request.limit:
-                self._finish(context, FinishReason.LENGTH)
+                outcomes.append((request.future, self._finish(context, FinishReason.LENGTH)))
+        return outcomes
 
     def _stopped(self, context: Context, request: Request) -> bool:
         """Whether the newest token completes a stop string. Only the tail is decoded: a token has at least one byte."""
@@ -304,17 +314,16 @@ class LocalEngine:
         text = self._tokenizer.decode(context.ids[start : context.length].tolist(), clean_up_tokenization_spaces=False)
         return any(stop in text for stop in request.params.stop)
 
-    def _finish(self, context: Context, reason: FinishReason) -> None:
+    def _finish(self, context: Context, reason: FinishReason) -> Completion:
         request = context.request
         assert request is not None
         context.request, context.touched = None, self._steps
-        completion = Completion(
+        return Completion(
             token_ids=tuple(context.ids[len(request.prompt) : context.length].tolist()),
             logprobs=tuple(request.logprobs),
             versions=tuple(request.versions),
             finish_reason=reason,
         )
-        self._resolve(request.future, completion)
 
     def _resolve(self, future: Future[Any], outcome: Any) -> None:
         with self._wake:

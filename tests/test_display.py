@@ -1,0 +1,182 @@
+"""What a run shows, event by event."""
+
+from __future__ import annotations
+
+import tomllib
+from io import StringIO
+from pathlib import Path
+from typing import cast
+
+import pytest
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from relax_gym.config import RunConfig, parse_config
+from relax_gym.context import RunContext
+from relax_gym.display import Display, Progress, duration, evaluation_text, sparkline, step_text
+from relax_gym.plugins import plugins
+from relax_gym.types import StopReason, Task, Trajectory
+
+CONFIG = """
+run_dir = "runs/x"
+[model]
+name = "tiny-qwen3"
+[[env]]
+id = "relax_gym/GuessNumber-v0"
+[warmup]
+steps = 30
+[train]
+steps = 12
+groups_per_step = 2
+group_size = 4
+"""
+STEP = {
+    "reward/mean": 0.241,
+    "learner/loss": 0.01234,
+    "learner/grad_norm": 1.5,
+    "perf/tokens_per_second": 310.4,
+    "staleness/mean": 0.25,
+    "staleness/max": 1.0,
+    "queue/in_flight": 2,
+    "queue/queued": 1,
+    "episode/errors": 0,
+    "time/step": 8.0,
+}
+EPISODE = Trajectory(
+    task=Task(env_id="relax_gym/GuessNumber-v0", seed=0), episode_id="0", turns=(), stop_reason=StopReason.ENV_DONE
+)
+
+
+def context(start_step: int = 0) -> RunContext:
+    return RunContext(
+        config=config(),
+        run_dir=Path("runs/x"),
+        model_path=Path("models/m"),
+        tokenizer=cast(PreTrainedTokenizerBase, None),
+        start_step=start_step,
+    )
+
+
+def config() -> RunConfig:
+    return parse_config(tomllib.loads(CONFIG))
+
+
+def console(*, terminal: bool) -> Console:
+    return Console(file=StringIO(), force_terminal=terminal, width=100, soft_wrap=True, color_system=None)
+
+
+def printed(console: Console) -> str:
+    file = console.file
+    assert isinstance(file, StringIO)
+    return file.getvalue()
+
+
+def test_plain_lines_of_a_run() -> None:
+    out = console(terminal=False)
+    with Display(config(), out):
+        hook = plugins().hook
+        hook.on_run_start(context=context())
+        for step in range(1, 31):
+            hook.on_warmup_step(step=step, metrics={"loss": 2.0 - step / 30})
+        hook.on_evaluation(step=0, metrics={"eval/reward": 0.37, "eval/accuracy": 0.4})
+        hook.on_step_end(step=1, metrics=STEP)
+        hook.on_step_end(
+            step=2, metrics={**STEP, "episode/errors": 3, "queue/dropped_zero_variance": 2, "time/step": 4.0}
+        )
+        hook.on_checkpoint(step=2, folder=Path("runs/x/checkpoints/step-000002"))
+        hook.on_run_end(context=context())
+    assert printed(out).splitlines() == [
+        "run runs/x  model models/m",
+        *(f"warm-up {step:>2}/30  loss {2.0 - step / 30:.4f}" for step in range(3, 31, 3)),
+        "eval after step 0  reward 0.370  accuracy 0.400",
+        "step  1/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  8.0s  eta 88s",
+        "step  2/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  errors 3  dropped_zero_variance 2  4.0s  eta 60s",
+        "checkpoint runs/x/checkpoints/step-000002",
+        "run folder: runs/x",
+        "look at episodes: relax-gym view runs/x",
+    ]
+    assert plugins().manager.get_plugin("relax_gym.display") is None
+
+
+def test_live_panel_on_a_terminal() -> None:
+    out = console(terminal=True)
+    with Display(config(), out):
+        hook = plugins().hook
+        hook.on_run_start(context=context())
+        hook.on_step_end(step=1, metrics=STEP)
+        hook.on_step_end(step=2, metrics={**STEP, "reward/mean": 0.5, "episode/errors": 3})
+        hook.on_evaluation(step=2, metrics={"eval/reward": 0.7})
+        hook.on_episode_end(step=3, trajectory=EPISODE, evaluation=False)
+        hook.on_episode_end(step=3, trajectory=EPISODE, evaluation=True)
+        hook.on_run_end(context=context())
+    text = printed(out)
+    for expected in (
+        "2/12   eta 80s",
+        "1 of 8 for the next step",
+        "0.500   ▁█",
+        "reward 0.700",
+        "0.0123   gradient norm 1.5",
+        "310 trained tokens/s   8.0 s a step",
+        "mean 0.25   max 1",
+        "2 in flight   1 waiting",
+        "errors 3",
+        "look at episodes: relax-gym view runs/x",
+    ):
+        assert expected in text
+
+
+def test_live_panel_shows_the_warm_up_until_it_is_over() -> None:
+    out = console(terminal=True)
+    with Display(config(), out) as display:
+        display.on_warmup_step(step=6, metrics={"loss": 1.25})
+        assert ("warm-up", "6/30   loss 1.2500") in display.facts()
+        display.on_step_end(step=1, metrics=STEP)
+        assert [name for name, _ in display.facts() if name == "warm-up"] == []
+
+
+def test_a_failed_run_leaves_the_terminal_and_the_plugins_alone() -> None:
+    out = console(terminal=True)
+    with pytest.raises(ValueError, match="boom"), Display(config(), out) as display:
+        display.on_run_start(context=context())
+        raise ValueError("boom")
+    assert plugins().manager.get_plugin("relax_gym.display") is None
+    assert printed(out).endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_eta_counts_only_the_steps_of_this_session() -> None:
+    progress = Progress(total=10, first=6)
+    assert progress.eta is None
+    progress.advance(7, 2.0)
+    progress.advance(8, 4.0)
+    assert progress.eta == 6.0
+
+
+def test_a_step_without_reward_shows_what_there_is() -> None:
+    progress = Progress(total=5)
+    progress.advance(1, 0.0)
+    assert step_text(progress, {"episode/unscored": 4.0}) == "step 1/5  unscored 4  eta 0s"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"eval/reward": 0.5}, "reward 0.500"),
+        ({"eval/reward": 1.0, "eval/accuracy": 0.25}, "reward 1.000  accuracy 0.250"),
+        ({"eval/errors": 3.0}, "unscored"),
+    ],
+)
+def test_evaluation_text(metrics: dict[str, float], text: str) -> None:
+    assert evaluation_text(metrics) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([0.0, 0.5, 1.0], "▁▅█"), ([2.0, 2.0], "▁▁"), ([-1.0, 0.0], "▁█"), ([0.0] * 60 + [1.0], "▁" * 39 + "█")],
+)
+def test_sparkline(values: list[float], bars: str) -> None:
+    assert sparkline(values) == bars
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(7.4, "7s"), (119, "119s"), (125, "2m 05s"), (7260, "2h 01m")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
