@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from relax_gym import registry as _registry
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from relax_gym.env import user as user
     from relax_gym.errors import RelaxGymError as RelaxGymError
     from relax_gym.hookspecs import hookimpl as hookimpl
+    from relax_gym.interop import wrap_interaction_env as wrap_interaction_env
     from relax_gym.learner import Learner as Learner
     from relax_gym.registry import Component as Component
     from relax_gym.registry import EnvSpec as EnvSpec
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     from relax_gym.reward import Reward as Reward
     from relax_gym.sampler import Sampler as Sampler
     from relax_gym.sampler import SamplingParams as SamplingParams
+    from relax_gym.tools import ToolEnv as ToolEnv
     from relax_gym.types import Batch as Batch
     from relax_gym.types import Completion as Completion
     from relax_gym.types import FinishReason as FinishReason
@@ -77,6 +81,9 @@ if TYPE_CHECKING:
     from relax_gym.types import TrainingSample as TrainingSample
     from relax_gym.types import Trajectory as Trajectory
     from relax_gym.types import Turn as Turn
+    from relax_gym.wrappers import RecordEpisode as RecordEpisode
+    from relax_gym.wrappers import TimeLimit as TimeLimit
+    from relax_gym.wrappers import TokenBudget as TokenBudget
 
 
 def __getattr__(name: str) -> Any:
@@ -84,6 +91,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'relax_gym' has no attribute {name!r}")
     module, _, attribute = _HOME[name].partition(":")
     return getattr(importlib.import_module(f"relax_gym.{module}"), attribute or name)
+
+
+_registry.add_built_in_to_gymnasium()  # `import relax_gym` is enough for `gymnasium.make("relax_gym/...")`
 
 
 def __dir__() -> Iterable[str]:

@@ -14,7 +14,7 @@ import pluggy
 
 from relax_gym import hookspecs
 from relax_gym.errors import PluginError, suggestion
-from relax_gym.registry import EnvSpec, Registry
+from relax_gym.registry import EnvSpec, Registry, add_to_gymnasium
 
 BUILT_IN = ("relax_gym_envs", "relax_gym_rewards", "relax_gym_trainers", "relax_gym_plugins")
 KINDS = {
@@ -74,6 +74,7 @@ class Plugins:
                 if hook == "register_envs":
                     spec = value if isinstance(value, EnvSpec) else EnvSpec(id=key, entry_point=value)
                     self.envs.add(key, spec, source)
+                    add_to_gymnasium(spec)
                 else:
                     self.tables[KINDS[hook]].add(key, value, source)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from relax_gym.env import Env
 
+BUILT_IN_ENVS = "relax_gym_envs.catalog:ENVS"
 ENV_ID = re.compile(r"^[\w-]+/[\w-]+-v\d+$")
 
 
@@ -151,8 +152,8 @@ def make(id: str, **kwargs: Any) -> Env:
     arguments = {**found.kwargs, **kwargs}
     check_kwargs("env", id, factory, arguments)
     env: Env = factory(**arguments)
-    if env.spec is None:
-        env.spec = gymnasium.envs.registration.EnvSpec(id, entry_point=found.entry_point, kwargs=arguments)
+    if env.unwrapped.spec is None:
+        env.unwrapped.spec = gymnasium.envs.registration.EnvSpec(id, entry_point=found.entry_point, kwargs=arguments)
     return env
 
 
@@ -164,9 +165,7 @@ def add_to_gymnasium(spec: EnvSpec) -> None:
         gymnasium.register(id=spec.id, entry_point=spec.entry_point, kwargs=dict(spec.kwargs))
 
 
-def register_with_gymnasium() -> None:
-    """Entry point of Gymnasium's own plugin group: every registered env is known to `gymnasium.make`."""
-    from relax_gym.plugins import plugins
-
-    for name in plugins().envs.names():
-        add_to_gymnasium(plugins().envs.get(name))
+def add_built_in_to_gymnasium() -> None:
+    """Make the built-in ids known to `gymnasium.make`. Those of other plugins follow when plugins are loaded."""
+    for id, entry_point in load(BUILT_IN_ENVS).items():
+        add_to_gymnasium(EnvSpec(id=id, entry_point=entry_point))

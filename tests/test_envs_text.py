@@ -15,7 +15,6 @@ from gymnasium.utils.env_checker import check_env
 import relax_gym
 from relax_gym.env import check_reset, check_step
 from relax_gym.errors import ConfigError
-from relax_gym.registry import register_with_gymnasium
 
 ROWS = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(2, 7)]
 # id, constructor arguments, the reward the expert must reach
@@ -76,7 +75,6 @@ def episode(env: Any, seed: int, policy: str) -> list[Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gymnasium_checker(case: tuple[str, dict[str, Any], float]) -> None:
-    register_with_gymnasium()
     env = gymnasium.make(case[0], disable_env_checker=True, **case[1])
     check_env(env.unwrapped, skip_render_check=True)
     checked = gymnasium.make(case[0], disable_env_checker=False, **case[1])
@@ -185,7 +183,6 @@ def test_the_example_in_the_docs_runs() -> None:
     assert word in ("red", "green", "blue")
     assert env.step(word) == ([{"role": "user", "content": f"Say: {env.word}"}], 0.5, False, False, {})
     assert env.step(env.expert_action()) == ([], 0.5, True, False, {"correct": True})
-    register_with_gymnasium()
     check_env(gymnasium.make("me/Parrot-v0", disable_env_checker=True).unwrapped, skip_render_check=True)
 
 

@@ -55,8 +55,9 @@ def test_gymnasiums_own_checker_passes_on_a_small_env() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "import relax_gym.gymnasium_envs; env = gymnasium.make('relax_gym/GuessNumber-v0')",
-        "env = gymnasium.make('relax_gym.gymnasium_envs:relax_gym/GuessNumber-v0')",
+        "import relax_gym; env = gymnasium.make('relax_gym/GuessNumber-v0')",
+        "import relax_gym_envs; env = gymnasium.make('relax_gym/GuessNumber-v0')",
+        "env = gymnasium.make('relax_gym:relax_gym/GuessNumber-v0')",
     ],
 )
 def test_gymnasium_makes_our_envs(script: str) -> None:
@@ -268,7 +269,7 @@ def test_games_that_cannot_be_played_in_words_are_refused() -> None:
     with pytest.raises(EnvError, match="3 action names for Blackjack-v1, which has 2 actions"):
         GymnasiumTextEnv("Blackjack-v1", actions=("a", "b", "c"))
     with pytest.raises(EnvError, match="has ActionText actions; only Discrete ones can be named in words"):
-        GymnasiumTextEnv("relax_gym.gymnasium_envs:relax_gym/GuessNumber-v0")
+        GymnasiumTextEnv("relax_gym/GuessNumber-v0")
 
 
 def test_wrap_interaction_env_is_public() -> None:

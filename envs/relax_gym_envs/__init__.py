@@ -1,18 +1,10 @@
 """Built-in environments, one in a file."""
 
 from relax_gym.hookspecs import hookimpl
+from relax_gym_envs.catalog import ENVS
 
 
 @hookimpl
 def register_envs() -> dict[str, str]:
     """The built-in environments."""
-    return {
-        "relax_gym/GuessNumber-v0": "relax_gym_envs.guess_number:GuessNumber",
-        "relax_gym/Calculator-v0": "relax_gym_envs.calculator:Calculator",
-        "relax_gym/CalculatorChat-v0": "relax_gym_envs.calculator_chat:CalculatorChat",
-        "relax_gym/WordProblems-v0": "relax_gym_envs.word_problems:WordProblems",
-        "relax_gym/Wordle-v0": "relax_gym_envs.wordle:Wordle",
-        "relax_gym/TicTacToe-v0": "relax_gym_envs.tic_tac_toe:TicTacToe",
-        "relax_gym/GridWorld-v0": "relax_gym_envs.grid_world:GridWorld",
-        "relax_gym/Dataset-v0": "relax_gym_envs.dataset:DatasetEnv",
-    }
+    return ENVS

@@ -1,0 +1,12 @@
+"""The built-in environments by id. Imports nothing, so that any import order of the packages works."""
+
+ENVS = {
+    "relax_gym/GuessNumber-v0": "relax_gym_envs.guess_number:GuessNumber",
+    "relax_gym/Calculator-v0": "relax_gym_envs.calculator:Calculator",
+    "relax_gym/CalculatorChat-v0": "relax_gym_envs.calculator_chat:CalculatorChat",
+    "relax_gym/WordProblems-v0": "relax_gym_envs.word_problems:WordProblems",
+    "relax_gym/Wordle-v0": "relax_gym_envs.wordle:Wordle",
+    "relax_gym/TicTacToe-v0": "relax_gym_envs.tic_tac_toe:TicTacToe",
+    "relax_gym/GridWorld-v0": "relax_gym_envs.grid_world:GridWorld",
+    "relax_gym/Dataset-v0": "relax_gym_envs.dataset:DatasetEnv",
+}
