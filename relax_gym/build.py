@@ -50,7 +50,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
     tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
     path = model_path or resolve_model(config.model)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would tear the display apart
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
     context = RunContext(
         config=config, run_dir=Path(config.run_dir), model_path=path, tokenizer=tokenizer, start_step=start_step
     )

@@ -257,6 +257,7 @@ class Trainer:
         ended = partial(self._episode_ended, step, True)
         greedy = self._config.eval.greedy
         result = await evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
+        self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
         self._folder.add_group(step, group, kind="eval")
         self._evaluations.append((step, result.metrics))

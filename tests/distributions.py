@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def add_distribution(folder: Path, module: str, source: str | None = None) -> None:
-    """Make `folder` look as if the distribution `<module>-dist 1.0` with the plugin `<module>` was installed into it."""
+    """Make `folder` look as if `<module>-dist 1.0`, which has the plugin `<module>`, was installed into it."""
     info = folder / f"{module}_dist-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}-dist\nVersion: 1.0\n")

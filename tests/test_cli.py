@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from command import run
 
 from relax_gym.cli import first_known, main
 from relax_gym.errors import ConfigError, EnvError
@@ -50,16 +51,6 @@ group_size = 2
 [eval]
 episodes = 3
 """
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout, stderr."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    code = end.value.code
-    return (0 if code is None else int(code)), out, err
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -295,118 +286,3 @@ def test_dry_run_shows_everything_and_writes_nothing(capsys, config: Path) -> No
 def test_dry_run_warns_of_an_answer_that_does_not_fit(capsys, config: Path) -> None:
     _, out, _ = run(capsys, "train", config, "--dry-run", "--set", "rollout.max_new_tokens=1")
     assert "an answer of the expert has 2 tokens, more than rollout.max_new_tokens = 1" in out
-
-
-# Envs, rewards, plugins ----------------------------------------------------------------------------------------------
-
-
-def test_envs_list(capsys) -> None:
-    code, out, _ = run(capsys, "envs", "list")
-    row = next(line for line in out.splitlines() if line.startswith("relax_gym/GuessNumber-v0"))
-    assert code == 0
-    assert "Find a secret integer in [low, high] within `max_guesses` turns." in row
-    assert row.split()[-1] == "relax-gym"
-
-
-def test_envs_show(capsys) -> None:
-    code, out, _ = run(capsys, "envs", "show", "relax_gym/GuessNumber-v0", "--kwargs", "style=terse")
-    assert code == 0
-    assert "Find a secret integer" in out
-    assert ["max_guesses", "int", "4"] in [line.split() for line in out.splitlines()]
-    assert "user: guess 1-10\nagent: 5\n" in out
-
-
-def test_envs_show_of_an_env_that_needs_arguments(capsys) -> None:
-    code, out, _ = run(capsys, "envs", "show", "relax_gym/Dataset-v0")
-    assert code == 0
-    assert "give arguments with --kwargs key=value" in out
-
-
-def test_envs_play_takes_lines_from_a_pipe(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sys.stdin", StringIO("0\n10\n"))
-    code, out, _ = run(capsys, "envs", "play", "relax_gym/GuessNumber-v0", "--kwargs", "style=terse", "--seed", "1")
-    assert code == 0
-    assert out == (
-        "user: guess 1-10\nagent: 0\n  reward 0\nuser: higher\nagent: 10\n  reward 0\nuser: lower\ntotal reward 0\n"
-    )
-
-
-def test_envs_play_by_the_expert(capsys) -> None:
-    code, out, _ = run(capsys, "envs", "play", "relax_gym/GuessNumber-v0", "--expert")
-    assert code == 0
-    assert out.endswith("terminated\nuser: Correct!\ntotal reward 1\n")
-
-
-BROKEN = """
-from relax_gym import Env, StepResult, user
-
-
-class BrokenStep(Env):
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return user("hello"), {}
-
-    def step(self, action):
-        return StepResult([{"role": "robot", "content": "x"}], 0.0, True, False, {})
-"""
-
-
-def test_envs_check(capsys, tmp_path: Path) -> None:
-    code, out, _ = run(capsys, "envs", "check", "relax_gym/GuessNumber-v0", "--kwargs", "high=3")
-    assert (code, "FAILED" in out) == (0, False)
-    (tmp_path / "broken_step.py").write_text(BROKEN)
-    code, out, _ = run(capsys, "envs", "check", f"{tmp_path / 'broken_step.py'}:BrokenStep")
-    assert code == 1
-    assert "FAILED" in out
-    assert "robot" in out
-
-
-def test_faulty_env_is_named_with_seed_and_turn(capsys, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "broken_play.py").write_text(BROKEN.replace("BrokenStep", "BrokenPlay"))
-    monkeypatch.setattr("sys.stdin", StringIO("hi\n"))
-    code, _, err = run(capsys, "envs", "play", f"{tmp_path / 'broken_play.py'}:BrokenPlay", "--seed", "6")
-    assert code == 1
-    assert "env 'local/BrokenPlay-v0', seed 6, turn 1: EnvError: message 0 has role 'robot'" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["show", "relax_gym/GesNumber-v0"], "did you mean 'relax_gym/GuessNumber-v0'?"),
-        (["play", "relax_gym/GuessNumber-v0", "--kwargs", "hihg=3"], "did you mean 'high'?"),
-        (["check", "relax_gym/GuessNumber-v0", "--kwargs", "high"], "write --kwargs key=value"),
-        (["check", "nowhere.py:Nothing"], "cannot import nowhere.py: FileNotFoundError"),
-    ],
-)
-def test_envs_refuse_bad_input(capsys, arguments: list[str], expected: str) -> None:
-    code, out, err = run(capsys, "envs", *arguments)
-    assert code == 1
-    assert expected in out + err
-
-
-def test_rewards_list(capsys) -> None:
-    code, out, _ = run(capsys, "rewards", "list")
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[1:6]] == [
-        "env",
-        "exact_match",
-        "math",
-        "numeric",
-        "turn_penalty",
-    ]
-
-
-def test_plugins_list(capsys) -> None:
-    code, out, _ = run(capsys, "plugins", "list")
-    assert code == 0
-    rows = [line.split() for line in out.splitlines()]
-    assert ["relax_gym_rewards", "relax-gym", "register_rewards"] in rows
-    assert ["algorithm", "grpo", "relax-gym"] in rows
-
-
-def test_plugins_doctor(capsys) -> None:
-    code, out, _ = run(capsys, "plugins", "doctor")
-    assert code == 0
-    assert "gymnasium" in [line.split()[0] for line in out.splitlines() if line]
-    assert "pip install 'relax-gym[megatron]'" in out or "megatron   installed" in out
-    assert "none broken" in out

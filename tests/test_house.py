@@ -48,7 +48,7 @@ PUBLIC = [
     "user",
     "wrap_interaction_env",
 ]
-HEAVY = ("torch", "transformers", "gymnasium", "matplotlib", "tokenizers")
+HEAVY = ("torch", "transformers", "matplotlib", "tokenizers")
 MAX_FILE, MAX_FUNCTION = 400, 50
 
 

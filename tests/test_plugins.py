@@ -106,7 +106,7 @@ def test_a_hook_that_raises_leaves_the_rest_of_its_plugin() -> None:
 def test_a_name_whose_module_is_missing_says_what_it_should_be() -> None:
     loaded = Plugins()
     loaded.add(plugin(register_rewards=lambda: {"gone": "no_such_module:Thing"}), "x", "x 1")
-    with pytest.raises(PluginError, match=r"cannot load 'no_such_module:Thing': No module named"):
+    with pytest.raises(PluginError, match=r"cannot load 'no_such_module:Thing': ModuleNotFoundError"):
         loaded.get("reward", "gone")
 
 
@@ -127,13 +127,12 @@ def test_broken_plugin_is_named_and_survived(tmp_path: Path, source: str, error:
     done = run_with([tmp_path], "relax_gym", "envs", "list")
     assert done.returncode == 0
     assert "relax_gym/GuessNumber-v0" in done.stdout
-    assert done.stderr.startswith(
-        f"warning: plugin 'broken_one' of broken_one-dist 1.0 is broken and left out: {error}"
-    )
+    culprit = "plugin 'broken_one' of broken_one-dist 1.0"
+    assert done.stderr.startswith(f"warning: {culprit} is broken and left out: {error}")
     assert done.stderr.count("\n") == 1
     doctor = run_with([tmp_path], "relax_gym", "plugins", "doctor")
     assert doctor.returncode == 1
-    assert "broken: plugin 'broken_one' of broken_one-dist 1.0\nTraceback" in doctor.stdout
+    assert f"broken: {culprit}\nTraceback" in doctor.stdout
 
 
 @pytest.mark.parametrize(
@@ -141,16 +140,16 @@ def test_broken_plugin_is_named_and_survived(tmp_path: Path, source: str, error:
     [
         (
             "on_step_ends(step): pass",
-            "broken_two-dist 1.0 implements an unknown hook 'on_step_ends'; did you mean 'on_st",
+            "bad_hook-dist 1.0 implements an unknown hook 'on_step_ends'; did you mean 'on_step_end'",
         ),
         (
             "register_rewards(): return {'env': abs}",
-            "'env' is registered twice: by relax-gym and by broken_two-dist 1.0",
+            "'env' is registered twice: by relax-gym and by bad_hook-dist 1.0",
         ),
     ],
 )
 def test_misspelt_hook_or_taken_name_stops_every_command_but_the_doctor(tmp_path: Path, hook: str, error: str) -> None:
-    add_distribution(tmp_path, "broken_two", f"from relax_gym import hookimpl\n@hookimpl\ndef {hook}\n")
+    add_distribution(tmp_path, "bad_hook", f"from relax_gym import hookimpl\n@hookimpl\ndef {hook}\n")
     done = run_with([tmp_path], "relax_gym", "envs", "list")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")

@@ -14,6 +14,7 @@ from relax_gym.errors import ConfigError
 from relax_gym.registry import load
 from relax_gym.scaffold import class_name, init_env, init_plugin, init_reward
 from relax_gym.testing import assert_env, check_reward
+from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory, Turn
 
 
 def test_env_passes_its_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +40,16 @@ def test_reward_passes_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     init_reward("few_words", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     reward = load("few_words:FewWords")(characters=4)
-    assert [result for result in check_reward(reward) if not result.passed] == []
+    episodes = [episode(), episode("ab", "abcd"), episode("abcdef"), episode("abcdefghij")]
+    assert [reward(each) for each in episodes] == [None, 1.0, 0.5, 0.0]
+    assert [result for result in check_reward(reward, episodes) if not result.passed] == []
+
+
+def episode(*actions: str) -> Trajectory:
+    said = Completion(token_ids=(5,), logprobs=(-1.0,), versions=(0,), finish_reason=FinishReason.STOP)
+    turns = [Turn(observation=(), context_ids=(1,), completion=said, text=action, action=action) for action in actions]
+    task = Task(env_id="me/Echo-v0", seed=0)
+    return Trajectory(task=task, episode_id="0", turns=tuple(turns), stop_reason=StopReason.ENV_DONE)
 
 
 def test_plugin_passes_its_own_tests(tmp_path: Path) -> None:
@@ -102,7 +112,7 @@ def test_nothing_is_overwritten(tmp_path: Path, kind: object) -> None:
 
 @pytest.mark.parametrize("name", ["CamelCase", "with-dash", "1st", "a b", "../up", "", "_x", "class", "a__b"])
 def test_names_that_are_no_modules(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is no module name; write it in snake_case, e.g. count_down"):
+    with pytest.raises(ConfigError, match="is no module name; write it in snake_case"):
         init_plugin(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -114,9 +124,7 @@ def test_names_that_are_taken(tmp_path: Path, name: str) -> None:
 
 
 def test_folder_that_cannot_be_written() -> None:
-    with pytest.raises(
-        ConfigError, match=r"cannot write /dev/null/x/my_env\.py: Not a directory; choose another --dir"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot write /dev/null/x/my_env\.py: Not a directory; choose"):
         init_env("my_env", Path("/dev/null/x"))
 
 

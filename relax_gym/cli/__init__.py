@@ -14,6 +14,7 @@ from relax_gym.cli import envs as envs
 from relax_gym.cli import extend as extend
 from relax_gym.cli import runs as runs
 from relax_gym.cli import scaffolds as scaffolds
+from relax_gym.cli.output import new_app
 from relax_gym.errors import PluginError, RelaxGymError
 from relax_gym.plugins import BrokenPlugin, Plugins, plugins
 
@@ -46,12 +47,7 @@ def build_app(*, tolerant: bool = False) -> typer.Typer:
     Raises:
         PluginError: two plugins claim a name, or one misspells a hook.
     """
-    app = typer.Typer(
-        help="Agentic reinforcement learning of language models, environment first.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    app = new_app("Agentic reinforcement learning of language models, environment first.")
     app.callback()(_options)
     for command in (runs.train, runs.evaluate, runs.view):
         app.command("eval" if command is runs.evaluate else None)(command)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_gym.cli.output import documentation, parse_kwargs, print_table
+from relax_gym.cli.output import documentation, new_app, parse_kwargs, print_table
 from relax_gym.errors import ConfigError, EnvError, PluginError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SHOWN_TURNS = 12
 
-app = typer.Typer(help="Environments.", no_args_is_help=True)
+app = new_app("Environments.")
 EnvId = Annotated[str, typer.Argument(metavar="ID", help="namespace/Name-v0, or a class in a file: my_env.py:MyEnv.")]
 Kwargs = Annotated[
     list[str] | None, typer.Option("--kwargs", metavar="KEY=VALUE", help="A constructor argument, e.g. level=3.")

@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
 import typer
 
-from relax_gym.cli.output import documentation, print_table
+from relax_gym.cli.output import documentation, new_app, print_table
 from relax_gym.errors import PluginError
 
-rewards = typer.Typer(help="Rewards.", no_args_is_help=True)
-plugins_app = typer.Typer(help="Plugins.", no_args_is_help=True)
+rewards = new_app("Rewards.")
+plugins_app = new_app("Plugins.")
 CORE_PACKAGES = ("relax-gym", "gymnasium", "torch", "transformers", "pluggy", "pydantic")
 DISTRIBUTION = "relax-gym"
 REQUIREMENT_NAME = re.compile(r"[\w.-]+")

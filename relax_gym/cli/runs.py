@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ Overrides = Annotated[
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="TOML file of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the run.")],
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     dry_run: Annotated[
@@ -43,7 +44,8 @@ def train(
 
             start(run, resume=resume)
     except KeyboardInterrupt:
-        again = " ".join(["relax-gym train", str(config), *(f"--set {item}" for item in set_ or ()), "--resume"])
+        changes = [part for item in set_ or () for part in ("--set", item)]
+        again = shlex.join(["relax-gym", "train", str(config), *changes, "--resume"])
         print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
 
@@ -69,7 +71,7 @@ def evaluate(
 
 
 def view(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     step: Annotated[int | None, typer.Option(help="Only this step; 0 is before training. Default: the newest.")] = None,
     episode: Annotated[str | None, typer.Option(help="Only the episode with this id.")] = None,
     kind: Annotated[str | None, typer.Option(help="train, eval, or the reason a group was dropped.")] = None,
@@ -77,7 +79,10 @@ def view(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Most episodes to show.")] = 3,
 ) -> None:
-    """Show episodes: what was fed is dim, what the model said is bright and coloured by its probability."""
+    """Show episodes in the terminal.
+
+    What was fed is dim, what the model said is bright: green where it was sure, red where that was unlikely.
+    """
     from rich.console import Console
 
     from relax_gym.view import Wanted, read_episodes, render_episode, run_tokenizer

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Write a working start: an environment, a reward, or a whole plugin.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="snake_case, e.g. count_down.")]
+from relax_gym.cli.output import new_app
+
+app = new_app("Write a working start of your own.")
+Name = Annotated[str, typer.Argument(metavar="NAME", help="snake_case, e.g. count_down.")]
 Folder = Annotated[Path, typer.Option("--dir", help="Where to write.")]
 
 

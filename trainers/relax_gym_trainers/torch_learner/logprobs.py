@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 PROBE_TOLERANCE = 1e-4
 """Largest relative difference of float32 logits that two ways to compute the same thing may have on the probe."""
 
+MIN_LOGIT = -1e5
+"""Stands for a log-probability of -inf where it is multiplied by its probability, 0."""
+
+BLOCK_ELEMENTS = 2**21
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
@@ -35,7 +40,7 @@ class Head:
     @classmethod
     def of(cls, model: PreTrainedModel, temperature: float) -> Head | None:
         """The head of a causal LM, or None when it is not a plain linear layer."""
-        linear: Any = model.get_output_embeddings()
+        linear: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if type(linear) is not torch.nn.Linear:
             return None
         config = model.config.get_text_config()
@@ -44,10 +49,21 @@ class Head:
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(weight=linear.weight, bias=linear.bias, scale=scale, softcap=softcap, temperature=temperature)
 
+    def logits(self, raw: Tensor) -> tuple[Tensor, Tensor | float]:
+        """W h + b, [n, V] → a new tensor of logits in float32 or better, and their slope against W h + b."""
+        logits = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=True)
+        slope = self.scale / self.temperature
+        if self.softcap is None:
+            return (logits if slope == 1.0 else logits.mul_(slope)), slope
+        capped = logits.mul_(self.scale / self.softcap).tanh_()
+        return capped * (self.softcap / self.temperature), capped.square_().neg_().add_(1).mul_(slope)
+
 
 class _HeadLogProbs(torch.autograd.Function):
-    """(hidden [N, H], W [V, H], b [V]) → log-prob of the target and entropy, [N] each; the logits are computed again
-    in backward, `chunk` tokens at a time."""
+    """(hidden [N, H], W [V, H], b [V]) → log-prob of the target and entropy, [N] each.
+
+    The logits exist for `chunk` tokens at a time and are computed again in backward.
+    """
 
     @staticmethod
     def forward(
@@ -63,78 +79,81 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.head, ctx.dtype, ctx.chunk = head, dtype, chunk
         weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
-        outputs = []
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits, _ = _logits(hidden_[rows], weight_, bias, head)
-            outputs.append(logprobs_and_entropy(logits, targets[rows]))
-        logprobs, entropy = (torch.cat(values) for values in zip(*outputs, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        pieces = []
+        for rows in _slices(len(hidden), chunk):
+            raw = _linear(hidden_[rows], weight_, bias)
+            pieces += [_reduce(head.logits(raw[part])[0], targets[rows][part]) for part in _blocks(raw)]
+        logprobs, entropy, normaliser = (torch.cat(values) for values in zip(*pieces, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, normaliser)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        head, dtype, chunk = ctx.head, ctx.dtype, ctx.chunk
-        grad_logprobs, grad_entropy = grads
-        weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
+        hidden, weight, bias, targets, entropy, normaliser = ctx.saved_tensors
+        weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits, slope = _logits(hidden_[rows], weight_, bias, head)
-            grad = _grad_logits(
-                logits,
-                targets[rows],
-                entropy[rows],
-                None if grad_logprobs is None else grad_logprobs[rows],
-                None if grad_entropy is None else grad_entropy[rows],
-            )
-            grad.mul_(slope)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0).to(grad_bias.dtype)
-            grad = grad.to(dtype)
-            grad_hidden[rows] = (grad @ weight_).to(hidden.dtype)
+        values: list[Any] = [targets, entropy, normaliser, *grads]
+        for rows in _slices(len(hidden), ctx.chunk):
+            raw = _linear(hidden_[rows], weight_, bias)
+            here = [None if value is None else value[rows] for value in values]
+            for part in _blocks(raw):
+                logits, slope = ctx.head.logits(raw[part])
+                grad = _grad_logits(logits, *(None if value is None else value[part] for value in here)).mul_(slope)
+                raw[part] = grad
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0).to(grad_bias.dtype)
+            grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden_[rows]
+                grad_weight += raw.T @ hidden_[rows]
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> tuple[Tensor, Tensor | float]:
-    """Logits [n, V] in float32 or better, and their slope against W h + b."""
-    raw = torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
-    logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
-    slope: Tensor | float = head.scale / head.temperature
-    if head.softcap is None:
-        return (logits.mul_(slope) if slope != 1.0 else logits), slope
-    capped = logits.mul_(head.scale / head.softcap).tanh_()
-    return capped * (head.softcap / head.temperature), (1 - capped.square()) * slope
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
 
 
-def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """log softmax(logits)[target] and the entropy of softmax(logits), [n, V] and [n] → [n] each."""
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
-    probabilities = (logits - normaliser[:, None]).exp_()
-    # A logit of -inf (a masked vocabulary entry) has probability 0 and adds nothing: 0 · -inf would be NaN.
-    mean_logit = torch.linalg.vecdot(probabilities, logits.clamp(min=torch.finfo(logits.dtype).min))
-    return logprobs, normaliser - mean_logit
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, length, size)]
+
+
+def _blocks(raw: Tensor) -> list[slice]:
+    """Rows of [n, V] in pieces that stay in the cache while they are gone over several times."""
+    return _slices(len(raw), max(1, BLOCK_ELEMENTS // raw.shape[1]))
+
+
+def _reduce(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, entropy and log of the normaliser, [n, V] and [n] → [n] each. Overwrites `logits`."""
+    peak = logits.amax(-1, keepdim=True)
+    chosen = logits.gather(-1, targets[:, None])
+    logits.sub_(peak)
+    weights = logits.exp()
+    total = weights.sum(-1)
+    # A logit of -inf (a masked entry of the vocabulary) has weight 0 and adds nothing; 0 · -inf would be NaN.
+    mean = weights.mul_(logits.clamp_(min=MIN_LOGIT)).sum(-1) / total
+    normaliser = peak[:, 0] + total.log()
+    return chosen[:, 0] - normaliser, total.log() - mean, normaliser
 
 
 def _grad_logits(
-    logits: Tensor, targets: Tensor, entropy: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    normaliser: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
-    """d/dlogits: g_ℓ (onehot − p) − g_H p (log p + H), [n, V]; overwrites `logits`."""
-    log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
-    p = log_p.exp()
-    factor = -grad_logprobs[:, None] if grad_logprobs is not None else torch.zeros_like(entropy)[:, None]
-    if grad_entropy is not None:
-        factor = factor - grad_entropy[:, None] * log_p.clamp_(min=torch.finfo(log_p.dtype).min).add_(entropy[:, None])
-    grad = p.mul_(factor)
-    if grad_logprobs is not None:
-        grad.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
-    return grad
+    """d/dlogits: g_ℓ (onehot − p) − g_H p (log p + H), [n, V]. Overwrites `logits`."""
+    logits.sub_(normaliser[:, None])
+    if grad_entropy is None:
+        p = logits.exp_()
+        p.mul_(torch.zeros_like(p[:, :1]) if grad_logprobs is None else -grad_logprobs[:, None])
+    else:
+        p = logits.exp()
+        factor = logits.clamp_(min=MIN_LOGIT).add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        p.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
+    return p if grad_logprobs is None else p.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
 
 
 class Policy:
@@ -186,7 +205,9 @@ class Policy:
             rows = self.model(**inputs).logits.flatten(0, 1).index_select(0, predictors)
             with torch.autocast(self.device.type, enabled=False):
                 logits = rows.to(torch.promote_types(rows.dtype, torch.float32)) / self.temperature
-                return logprobs_and_entropy(logits, targets)
+                log_p = logits.log_softmax(-1)
+                entropy = -(log_p.exp() * log_p.clamp(min=MIN_LOGIT)).sum(-1)
+                return log_p.gather(-1, targets[:, None])[:, 0], entropy
         hidden = self.backbone(**inputs).last_hidden_state.flatten(0, 1).index_select(0, predictors)
         head = self.head
         with torch.autocast(self.device.type, enabled=False):
@@ -222,7 +243,7 @@ class Policy:
         inputs = self._inputs(np.arange(1, 9)[None] % self.model.config.get_text_config().vocab_size, None, None, False)
         expected = self.model(**inputs).logits.float() / self.temperature
         hidden = self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype)
-        got, _ = _logits(hidden, self.head.weight, self.head.bias, self.head)
+        got, _ = self.head.logits(_linear(hidden, self.head.weight, self.head.bias))
         return got.shape == expected.shape and _close(got.float(), expected)
 
     @torch.no_grad()

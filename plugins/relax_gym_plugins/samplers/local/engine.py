@@ -175,7 +175,8 @@ class LocalEngine:
             with self._wake:
                 begin, held = time.perf_counter(), any(c.request for c in self._contexts.values())
                 while not (self._inbox or self._failure or self._runnable()):
-                    self._wake.wait()
+                    if not self._wake.wait(LONG_WAIT_SECONDS) and held:
+                        self._warn(time.perf_counter() - begin)
                 if held:
                     self._count_wait(time.perf_counter() - begin)
                 if self._failure is not None:
@@ -193,14 +194,22 @@ class LocalEngine:
     def _count_wait(self, seconds: float) -> None:
         self._counters["wait_seconds"] += seconds
         self._wait_total += seconds
-        if not self._warned and self._wait_total > max(self._busy_total, LONG_WAIT_SECONDS):
-            self._warned = True
-            logger.warning(
-                "the local sampler spent %.0f s waiting for environments and %.0f s sampling; set deterministic=false "
-                "in [sampler] to let other episodes go on meanwhile (reruns are then no longer bit-identical)",
-                self._wait_total,
-                self._busy_total,
-            )
+        if self._wait_total > max(self._busy_total, LONG_WAIT_SECONDS):
+            self._warn(0.0)
+
+    def _warn(self, seconds: float) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "the local sampler has spent %.0f s waiting for environments and %.0f s sampling (%d of %d open sessions "
+            "have no request now); set deterministic=false in [sampler] to let other episodes go on meanwhile (reruns are "
+            "then no longer bit-identical)",
+            self._wait_total + seconds,
+            self._busy_total,
+            sum(context.request is None for context in self._contexts.values()),
+            len(self._contexts),
+        )
 
     def _begin(self, context: Context, request: Request) -> None:
         if request.future.cancelled():
