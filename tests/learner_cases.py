@@ -1,4 +1,4 @@
-"""Tiny models, contexts and samples for the tests of the torch learner."""
+"""Tiny models, contexts, samples and the plain definitions that the torch learner is tested against."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from relax_gym.context import RunContext
 from relax_gym.types import Batch, StopReason, TrainingSample
 from relax_gym_trainers.torch_learner.learner import TorchLearner
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.update import Tally, accumulate_policy_gradient, plan
 
 VOCABULARY = 61
 SMALL = {
@@ -112,3 +113,39 @@ def random_batch(seed: int = 0, *, groups: int = 2, size: int = 3, version: int 
                 )
             )
     return Batch(version=version, samples=samples)
+
+
+def plain_logprobs(model, samples, temperature=1.0):
+    """Per sample: log-prob and entropy of the trained tokens, by one full forward of the whole sample."""
+    out = []
+    for s in samples:
+        ids = torch.from_numpy(s.token_ids.astype(np.int64))[None]
+        logits = model(input_ids=ids).logits[0, :-1] / temperature
+        log_p = logits.log_softmax(-1)
+        mask = torch.from_numpy(s.loss_mask[1:] == 1)
+        logprobs = log_p.gather(-1, ids[0, 1:, None])[:, 0]
+        out.append((logprobs[mask], -(log_p.exp() * log_p).sum(-1)[mask]))
+    return out
+
+
+def flat(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def weights(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+def gradient(trainer, batch, *, old=None, reference=None, budget=10_000, share=True, skip=True):
+    part = plan(batch.samples, budget=budget, share_prefix=share, skip_flat=skip)
+    if old == "rollout":
+        old = [torch.from_numpy(b.logprobs) for b in part.micro_batches]
+    trainer.optimizer.zero_grad()
+    loss = accumulate_policy_gradient(
+        trainer.policy, trainer.algorithm, part, old=old, reference=reference, tally=Tally(), first=True, step=1
+    )
+    return loss, flat(trainer.policy.model), part
+
+
+def without_seconds(metrics):
+    return {name: value for name, value in metrics.items() if name != "seconds"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,13 +94,13 @@ class _HeadLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        values: list[Any] = [targets, entropy, normaliser, *grads]
+        values = (targets, entropy, normaliser, *grads)
         for rows in _slices(len(hidden), ctx.chunk):
             raw = _linear(hidden_[rows], weight_, bias)
-            here = [None if value is None else value[rows] for value in values]
+            here = _cut(values, rows)
             for part in _blocks(raw):
                 logits, slope = ctx.head.logits(raw[part])
-                grad = _grad_logits(logits, *(None if value is None else value[part] for value in here)).mul_(slope)
+                grad = _grad_logits(logits, *_cut(here, part)).mul_(slope)
                 raw[part] = grad
                 if grad_bias is not None:
                     grad_bias += grad.sum(0).to(grad_bias.dtype)
@@ -112,6 +112,10 @@ class _HeadLogProbs(torch.autograd.Function):
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
+
+
+def _cut(values: Sequence[Any], rows: slice) -> list[Any]:
+    return [None if value is None else value[rows] for value in values]
 
 
 def _slices(length: int, size: int) -> list[slice]:
@@ -212,7 +216,9 @@ class Policy:
         head = self.head
         with torch.autocast(self.device.type, enabled=False):
             dtype = self.dtype if head.weight.dtype == torch.float32 else head.weight.dtype
-            return _HeadLogProbs.apply(hidden, head.weight, head.bias, targets, head, dtype, self.chunk)  # type: ignore[no-any-return, no-untyped-call]
+            arguments = (hidden, head.weight, head.bias, targets, head, dtype, self.chunk)
+            scored: tuple[Tensor, Tensor] = _HeadLogProbs.apply(*arguments)
+            return scored
 
     def _inputs(self, ids: Any, positions: Any, segments: Any, branches: bool) -> dict[str, Any]:
         ids = torch.from_numpy(ids).to(self.device)

@@ -45,8 +45,10 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"learner.device = {name!r} is no torch device; use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"learner.device = {name!r}, but torch sees no CUDA device here; use auto or cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"learner.device = {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use auto"
+        )
     return device
 
 

@@ -203,8 +203,8 @@ class LocalEngine:
         self._warned = True
         logger.warning(
             "the local sampler has spent %.0f s waiting for environments and %.0f s sampling (%d of %d open sessions "
-            "have no request now); set deterministic=false in [sampler] to let other episodes go on meanwhile (reruns are "
-            "then no longer bit-identical)",
+            "have no request now); set deterministic=false in [sampler] to let other episodes go on meanwhile "
+            "(reruns are then no longer bit-identical)",
             self._wait_total + seconds,
             self._busy_total,
             sum(context.request is None for context in self._contexts.values()),

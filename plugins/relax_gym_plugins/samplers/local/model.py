@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from relax_gym.errors import SamplerError
 from relax_gym_plugins.samplers.local.cache import ShapeProbe, SlotCache, pages
 from relax_gym_plugins.samplers.local.contexts import Context
+from relax_gym_plugins.samplers.local.packing import PackedLinears
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -25,6 +26,7 @@ class ModelRunner:
         self.model = model
         self.model.train(False)
         self.device, self.dtype = model.device, model.dtype
+        self._packed = PackedLinears(model)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         accepted = inspect.signature(model.forward).parameters
         if "position_ids" not in accepted:
@@ -128,6 +130,7 @@ class ModelRunner:
                 )
         for name, tensor in weights.items():
             own[name].copy_(tensor)
+        self._packed.refresh()
 
 
 def attention_windows(config: Any) -> tuple[dict[str, int | None], bool]:

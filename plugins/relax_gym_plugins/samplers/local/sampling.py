@@ -12,6 +12,7 @@ from torch import Tensor
 from relax_gym.sampler import SamplingParams
 
 BLOCK = 256
+TINY = 1e-30
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -59,24 +60,24 @@ def sample(logits: Tensor, positions: NDArray[np.uint64], batch: BatchParams) ->
     scores = logits.float()
     if batch.temperature is not None:
         scores = scores / batch.temperature
-    peak = scores.amax(dim=1, keepdim=True)
-    weights = (scores - peak).exp_()
-    sums = _blocks(weights).sum(dim=2, dtype=torch.float64)
-    log_total = sums.sum(dim=1).log()
+    probabilities = weights = torch.softmax(scores, dim=1)
+    if batch.biased or batch.filtered:
+        weights = probabilities.clone()
     chosen = scores
     if batch.biased:
         chosen = _biased(scores, batch)
-        weights[batch.biased] = (chosen[batch.biased] - chosen[batch.biased].amax(dim=1, keepdim=True)).exp_()
+        weights[batch.biased] = torch.softmax(chosen[batch.biased], dim=1)
     if batch.filtered:
         weights[batch.filtered] = _filter(weights[batch.filtered], batch)
-    if batch.biased or batch.filtered:
-        sums = _blocks(weights).sum(dim=2, dtype=torch.float64)
     numbers = torch.from_numpy(uniform(batch.seeds, positions)).to(logits.device)
-    tokens = _inverse_cdf(weights, sums, numbers)
+    tokens = _inverse_cdf(weights, numbers)
     if batch.greedy:
         tokens[batch.greedy] = chosen[batch.greedy].argmax(dim=1)
-    picked = scores.gather(1, tokens.unsqueeze(1)).double()
-    logprobs = (picked - peak).squeeze(1) - log_total
+    picked = probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    logprobs = picked.double().log()
+    # Only a logit bias picks tokens so unlikely that their probability is rounded away.
+    if batch.biased and (tiny := picked < TINY).any():
+        logprobs[tiny] = torch.log_softmax(scores[tiny].double(), dim=1).gather(1, tokens[tiny].unsqueeze(1)).squeeze(1)
     return tokens.tolist(), logprobs.tolist()
 
 
@@ -88,11 +89,13 @@ def _blocks(weights: Tensor) -> Tensor:
     return weights.view(weights.shape[0], -1, BLOCK)
 
 
-def _inverse_cdf(weights: Tensor, sums: Tensor, numbers: Tensor) -> Tensor:
+def _inverse_cdf(weights: Tensor, numbers: Tensor) -> Tensor:
     """The first token whose cumulative weight exceeds `number` × total: first its block, then itself."""
     rows = torch.arange(weights.shape[0], device=weights.device)
+    blocks = _blocks(weights)
+    sums = blocks.sum(dim=2).double()
     block, before = _first_above(sums, numbers * sums.sum(dim=1))
-    inside = _blocks(weights)[rows, block].double()
+    inside = blocks[rows, block].double()
     token, _ = _first_above(inside, before)
     return block * BLOCK + token
 

@@ -1,0 +1,87 @@
+"""Every code block of the README does what the README says."""
+
+import os
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from readme_blocks import README, blocks
+
+import relax_gym
+from relax_gym.config import parse_config
+from relax_gym.run_folder import read_lines
+from relax_gym.testing import assert_env
+from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory, Turn
+
+BLOCKS = blocks()
+ROOT = README.parent
+IN_A_CLONE = ("quickstart", "look", "tiny", "plugin", "commands")
+
+
+def execute(name: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(BLOCKS[name][1], f"README block {name}", "exec"), names)
+    return names
+
+
+def test_every_block_is_named_and_run_by_a_test() -> None:
+    assert README.read_text().count("```") == 2 * len(BLOCKS)
+    assert set(BLOCKS) == {*IN_A_CLONE, "env", "reward", "config", "tests"}
+
+
+def test_the_environment_of_the_readme_keeps_the_contract() -> None:
+    execute("env")
+    env = relax_gym.make("readme/Reverse-v0")
+    env.reset(seed=1)
+    word = env.word
+    assert env.step("nonsense").observation[0]["content"] == f"No. It starts with {word[-1]}."
+    assert env.step(word[::-1]) == ([], 0.5, True, False, {"correct": True})
+    assert_env("readme/Reverse-v0")
+    assert BLOCKS["env"][1].strip().count("\n") < 25
+
+
+def test_the_reward_of_the_readme_scores() -> None:
+    said = Completion(token_ids=(1,), logprobs=(0.0,), versions=(0,), finish_reason=FinishReason.STOP)
+    turns = tuple(
+        Turn(observation=(), context_ids=(1,), completion=said, text=text, action=text) for text in ("a" * 160, "b")
+    )
+    trajectory = Trajectory(
+        task=Task(env_id="a/B-v0", seed=0), episode_id="e", turns=turns, stop_reason=StopReason.ENV_DONE
+    )
+    reward = execute("reward")["Brevity"]()
+    assert reward(trajectory) == 0.5
+
+
+def test_the_config_of_the_readme_is_valid() -> None:
+    config = parse_config(tomllib.loads(BLOCKS["config"][1]))
+    assert config.train.max_staleness == 1
+
+
+def test_continuous_integration_runs_the_test_command_of_the_readme() -> None:
+    assert "readme_blocks.py tests" in (ROOT / ".ci" / "run").read_text()
+    assert BLOCKS["tests"][1].strip().endswith("&& pytest")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_in_a_fresh_clone(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    output: dict[str, str] = {}
+    for name in IN_A_CLONE:
+        script = BLOCKS[name][1] if name == "quickstart" else f". .venv/bin/activate\n{BLOCKS[name][1]}"
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script], cwd=clone, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        output[name] = done.stdout
+    held_out = [
+        line["eval/reward"] for line in read_lines(clone / "runs/quickstart/metrics.jsonl") if "eval/reward" in line
+    ]
+    assert held_out[-1] - held_out[0] >= 0.5
+    assert "calc(" in output["look"]
+    assert "hello/CountDown-v0" in output["plugin"]
+    shutil.rmtree(clone)
