@@ -96,3 +96,14 @@ def test_packing_does_not_change_its_input():
     for s, (ids, mask) in zip((A, B, C), before, strict=True):
         assert np.array_equal(s.token_ids, ids)
         assert np.array_equal(s.loss_mask, mask)
+
+
+def test_the_size_of_a_tree_weighs_the_prompt_against_attention():
+    samples = [sample([5, 6, 7, 10 + i, 30 + i, 1], [0, 0, 0, 1, 1, 1], advantage=1.0) for i in range(8)]
+
+    def members(pair_cost: float) -> list[int]:
+        return [len(row.members) for row in build_rows(samples, budget=100, share_prefix=True, pair_cost=pair_cost)]
+
+    assert members(0.0) == [8]
+    assert members(0.05) == [4, 4]
+    assert members(1.0) == [2] * 4

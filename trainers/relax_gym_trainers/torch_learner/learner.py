@@ -61,7 +61,7 @@ class TorchLearner(Learner):
         self.algorithm: Algorithm = plugin_options(
             config.algorithm, plugins().get("algorithm", config.algorithm.name), source="config", key="algorithm"
         )
-        self._tokenizer, self._total_steps = context.tokenizer, config.train.steps
+        self._total_steps = config.train.steps
         self._trust_remote_code = config.model.trust_remote_code
         device = models.choose_device(options.device)
         dtype = models.choose_dtype(options.dtype, device)
@@ -153,9 +153,8 @@ class TorchLearner(Learner):
         return models.plain_weights(self.policy.model)
 
     def export(self, folder: Path) -> None:
-        """Write model (float32 safetensors, adapters merged) and tokenizer."""
+        """Write float32 safetensors, adapters merged."""
         models.export_model(self.policy.model, folder, adapted=self.options.lora is not None)
-        self._tokenizer.save_pretrained(folder)
 
     def save_state(self, folder: Path) -> None:
         """Write optimizer, version, random state and, with LoRA, the adapters."""
@@ -218,6 +217,7 @@ class TorchLearner(Learner):
             budget=self.options.micro_batch_tokens,
             share_prefix=self.policy.share_prefix,
             skip_flat=skip_flat,
+            pair_cost=self.policy.pair_cost,
         )
 
     def _plan(self, batch: Batch) -> list[Part]:

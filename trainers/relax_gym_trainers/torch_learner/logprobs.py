@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 PROBE_TOLERANCE = 1e-4
 """Largest relative difference of float32 logits that two ways to compute the same thing may have on the probe."""
 
+MASKED_ATTENTION_COST = 16.0
+"""How many times slower than a matrix product an operation of masked attention is; measured on a CPU, 8 to 30."""
+
 MIN_LOGIT = -1e5
 """Stands for a log-probability of -inf where it is multiplied by its probability, 0."""
 
@@ -187,6 +190,17 @@ class Policy:
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.model.parameters()).device
+
+    @property
+    def pair_cost(self) -> float:
+        """What attention costs for one pair of tokens, in units of what one token costs outside attention."""
+        if not self.share_prefix:
+            return 0.0
+        config = self.model.config.get_text_config()
+        heads: int = config.num_attention_heads
+        width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        weights: int = self.model.num_parameters() - config.vocab_size * config.hidden_size
+        return MASKED_ATTENTION_COST * 2 * config.num_hidden_layers * width / weights
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:

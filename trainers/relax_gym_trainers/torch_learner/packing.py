@@ -12,6 +12,7 @@ Nothing after the last token that predicts a trained one is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -73,20 +74,27 @@ class MicroBatch:
         return self.ids.size
 
 
-def pack(samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool) -> list[MicroBatch]:
+def pack(
+    samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool, pair_cost: float = 0.0
+) -> list[MicroBatch]:
     """Cut samples into micro-batches of at most `budget` padded tokens; a sample longer than that is alone in one.
 
-    Samples without a trained token are left out. The result depends on nothing but the arguments.
+    `pair_cost` is what one pair of tokens in a row's attention costs, in units of what one token costs elsewhere: a
+    tree computes the prompt once but attends over all its answers, so its best size lies in between. Samples without a
+    trained token are left out. The result depends on nothing but the arguments.
 
     Raises:
         TrainingError: a sample trains its first token, which no token predicts.
     """
-    rows = sorted(build_rows(samples, budget=budget, share_prefix=share_prefix), key=len, reverse=True)
+    rows = build_rows(samples, budget=budget, share_prefix=share_prefix, pair_cost=pair_cost)
+    rows.sort(key=len, reverse=True)
     return [_collate(samples, part) for part in _fill(rows, budget)]
 
 
-def build_rows(samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool) -> list[Row]:
-    """One row for each prompt, split where it would be longer than `budget`; without sharing, one for each sample."""
+def build_rows(
+    samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool, pair_cost: float = 0.0
+) -> list[Row]:
+    """One or more rows for each prompt (see `pack`), none longer than `budget`; unshared, one for each sample."""
     trees: dict[object, list[int]] = {}
     prompts: list[int] = []
     for index, sample in enumerate(samples):
@@ -104,7 +112,7 @@ def build_rows(samples: Sequence[TrainingSample], *, budget: int, share_prefix: 
     return [
         _row(samples, part, prompts[part[0]])
         for members in trees.values()
-        for part in _split(samples, members, prompts[members[0]], budget)
+        for part in _split(samples, members, prompts[members[0]], budget, pair_cost)
     ]
 
 
@@ -113,17 +121,30 @@ def _input_length(sample: TrainingSample) -> int:
     return int(np.flatnonzero(sample.loss_mask)[-1])
 
 
-def _split(samples: Sequence[TrainingSample], members: list[int], prompt: int, budget: int) -> Iterator[list[int]]:
+def _split(
+    samples: Sequence[TrainingSample], members: list[int], prompt: int, budget: int, pair_cost: float
+) -> Iterator[list[int]]:
+    rests = [_input_length(samples[index]) - prompt for index in members]
+    size = _tree_size(prompt, sum(rests) / len(rests), len(rests), pair_cost)
     part: list[int] = []
     length = prompt
-    for index in members:
-        rest = _input_length(samples[index]) - prompt
-        if part and length + rest > budget:
+    for index, rest in zip(members, rests, strict=True):
+        if part and (len(part) == size or length + rest > budget):
             yield part
             part, length = [], prompt
         part.append(index)
         length += rest
     yield part
+
+
+def _tree_size(prompt: int, rest: float, count: int, pair_cost: float) -> int:
+    """How many of `count` answers of about `rest` tokens cost least when they share a row with their prompt."""
+
+    def cost(size: int) -> float:
+        length = prompt + size * rest
+        return math.ceil(count / size) * length * (1 + pair_cost * length)
+
+    return min(range(count, 0, -1), key=cost)
 
 
 def _row(samples: Sequence[TrainingSample], members: Sequence[int], prompt: int) -> Row:

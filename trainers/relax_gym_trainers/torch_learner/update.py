@@ -29,14 +29,16 @@ class Part:
     saved_tokens: int
 
 
-def plan(samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool, skip_flat: bool) -> Part:
+def plan(
+    samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool, skip_flat: bool, pair_cost: float = 0.0
+) -> Part:
     """Pack samples for one update. `skip_flat` leaves out samples all of whose advantages are 0: no policy gradient.
 
     What is left out still counts in the totals, so skipping changes time, not the gradient.
     """
     trained = [sample for sample in samples if sample.trained_tokens]
     used = [s for s in trained if not skip_flat or s.advantages[s.loss_mask.astype(bool)].any()]
-    micro_batches = pack(used, budget=budget, share_prefix=share_prefix)
+    micro_batches = pack(used, budget=budget, share_prefix=share_prefix, pair_cost=pair_cost)
     alone = sum(int(sample.loss_mask.nonzero()[0][-1]) for sample in used)
     return Part(
         micro_batches=micro_batches,

@@ -1,11 +1,13 @@
-"""Linear layers whose weights are kept in the layout the CPU multiplies fastest in.
+"""Linear layers whose weights are kept in the layout that the CPU multiplies fastest in.
 
-`torch.nn.functional.linear` puts a weight into that layout anew at each call. That costs a sixth of a call at batch 32 and
-half of it at batch 8, so a sampler, which calls far more often than weights change, does it once for each version.
+`torch.nn.functional.linear` puts a weight into that layout anew at each call. That is a sixth of a call at batch 32 and
+half of it at batch 8. A sampler calls far more often than weights change, so it does it once for each version, at the
+price of a second copy of these weights.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,33 +21,39 @@ class PackedLinears:
     """Makes the large linear layers of a model on a CPU use packed weights; `refresh` after each change of weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [module for module in model.modules() if _can_pack(module)]
+        self._layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
         self.refresh()
 
     def refresh(self) -> None:
         """Pack the weights as they are now."""
         for layer in self._layers:
-            assert isinstance(layer, nn.Linear)
-            layer.forward = _packed_forward(layer)  # type: ignore[method-assign]
+            packed = _pack(layer.weight.detach())
+            layer.forward = functools.partial(_multiply, packed, layer.bias)  # type: ignore[method-assign, assignment]
 
 
-def _can_pack(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.Linear
-        and module.weight.device.type == "cpu"
-        and module.weight.numel() >= SMALLEST
-        and module.weight.dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+def _can_pack(layer: nn.Linear) -> bool:
+    weight = layer.weight
+    # A subclass may compute something else than a plain product.
+    return type(layer) is nn.Linear and weight.numel() >= SMALLEST and _works(weight.device.type, weight.dtype)
 
 
-def _packed_forward(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), ROWS_HINT)
-    multiply, bias = torch.ops.mkldnn._linear_pointwise.default, layer.bias
+@functools.cache
+def _works(device: str, dtype: torch.dtype) -> bool:
+    """Whether this build of torch, on this machine, multiplies packed weights of a type, and rightly."""
+    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    states, weight = torch.eye(8, dtype=dtype), torch.arange(64, dtype=dtype).view(8, 8)
+    try:
+        return torch.equal(_multiply(_pack(weight), None, states), weight.T)
+    except (AttributeError, RuntimeError):
+        return False
 
-    def forward(states: Tensor) -> Tensor:
-        product: Tensor = multiply(states, packed, bias, "none", [], "")
-        return product
 
-    return forward
+def _pack(weight: Tensor) -> Tensor:
+    pack: Callable[[Tensor, int], Tensor] = torch.ops.mkldnn._reorder_linear_weight
+    return pack(weight, ROWS_HINT)
+
+
+def _multiply(packed: Tensor, bias: Tensor | None, states: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
+    return product
