@@ -51,6 +51,13 @@ class LearnerSection(PluginSection):
     name: str = "torch"
 
 
+class Options(Section):
+    """Options of a component (sampler, learner, tracker …): subclass it and add fields."""
+
+    def check_run(self, config: RunConfig) -> None:
+        """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""
+
+
 class ModelConfig(Section):
     """`[model]`: which language model."""
 
@@ -298,7 +305,7 @@ def _check_plugins(config: RunConfig, source: str) -> None:
         sections = [("sampler", config.sampler), ("learner", config.learner)]
         for kind, section in [*sections, *(("tracker", tracker) for tracker in config.trackers)]:
             component = table.get(kind, section.name)
-            plugin_options(section, component.load_options(), source=source, key=kind)
+            plugin_options(section, component.load_options(), source=source, key=kind).check_run(config)
     except RelaxGymError as error:
         message = str(error)
         raise ConfigError(message if message.startswith(source) else f"{source}: {message}") from error

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from relax_gym.errors import ConfigError, PluginError, UnknownNameError, suggestion
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
+    from relax_gym.config import Options
     from relax_gym.env import Env
 
 BUILT_IN_ENVS = "relax_gym_envs.catalog:ENVS"
@@ -40,14 +39,18 @@ class EnvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """A replaceable part of a run: what builds it, and the pydantic model of its options."""
+    """A replaceable part of a run: what builds it, and the class of its options.
+
+    Give both as strings and keep the options in a module that imports nothing heavy: they are checked when a config is
+    read.
+    """
 
     factory: str | Callable[..., Any]
-    options: str | type[BaseModel]
+    options: str | type[Options]
 
-    def load_options(self) -> type[BaseModel]:
-        """The options model, imported."""
-        model: type[BaseModel] = load(self.options)
+    def load_options(self) -> type[Options]:
+        """The class of the options, imported."""
+        model: type[Options] = load(self.options)
         return model
 
 

@@ -80,9 +80,6 @@ async def rollout(
     )
 
 
-import os
-GATE = asyncio.Semaphore(int(os.environ.get('GATE','16')))
-
 class _Episode:
     def __init__(
         self,
@@ -108,9 +105,7 @@ class _Episode:
         session = self._open_session(self.driver.env)
         conversation = self._renderer.conversation(self.driver.env.tools)
         while True:
-            async with GATE:
-                context = conversation.observe(self.observation)
-                await asyncio.sleep(0)
+            context = conversation.observe(self.observation)
             room = self._limits.max_context - len(conversation.token_ids)
             if room < 1:
                 return StopReason.TOKEN_BUDGET if self.turns else StopReason.PROMPT_TOO_LONG

@@ -106,6 +106,10 @@ def test_dump_then_load_is_the_identity(seed: int, temperature: float, stop: lis
         ({"algorithm": {"name": "grpo", "aggregation": "seq-mean-token-sum-norm"}}, "go together"),
         ({"sampler": {"name": "lokal"}}, "unknown sampler 'lokal'; did you mean 'local'?"),
         ({"sampler": {"name": "local", "max_slot": 3}}, "did you mean 'max_slots'?"),
+        (
+            {"learner": {"name": "torch", "updates_per_step": 3}},
+            "learner.updates_per_step = 3 does not divide train.groups_per_step = 2",
+        ),
         ({"learner": {"name": "torch", "lr": 0}}, "learner.lr = 0: Input should be greater than 0"),
         ({"trackers": [{"name": "tensorbord"}]}, "unknown tracker 'tensorbord'; did you mean 'tensorboard'?"),
         ({"seed": -1}, "seed = -1: Input should be greater than or equal to 0"),

@@ -135,11 +135,6 @@ def test_updates_per_step_cut_the_batch_by_groups(tiny):
     assert trainer.optimizer.state[trainer.parameters[0]]["step"].item() == 2
 
 
-def test_updates_per_step_must_divide_the_groups(tiny):
-    with pytest.raises(ConfigError, match=r"updates_per_step = 3 does not divide train.groups_per_step = 4"):
-        learner(context(tiny, groups=4), updates_per_step=3)
-
-
 def test_the_kl_loss_pulls_back_to_the_reference(tiny):
     trainer = learner(context(tiny, kl_coef=10.0), lr=1e-3)
     reference = weights(trainer)

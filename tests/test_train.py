@@ -217,6 +217,30 @@ def test_faulty_episodes_are_counted_and_training_goes_on(tmp_path: Path) -> Non
     assert {e["kind"] for e in failed} == {"unscored"}
 
 
+def test_k90_a_replacement_is_another_task_in_a_fresh_env(tmp_path: Path) -> None:
+    loop = trainer(
+        tmp_path,
+        half_a,
+        env=[{"id": "test/OneOrTwo-v0", "kwargs": {"dull": 9}}],
+        algorithm={"filter_zero_variance": True},
+        train={"steps": 1},
+    )
+    run(loop)
+    episodes = read_lines(tmp_path / "run" / "episodes.jsonl")
+    groups = {e["episode_id"].rsplit("-", 1)[0]: e["seed"] for e in episodes}
+    assert len(groups) > 2
+    assert len(set(groups.values())) == len(groups)
+    assert len({e["episode_id"] for e in episodes}) == len(episodes)
+
+
+def test_k91_scoring_sees_the_last_turn_with_its_reward(tmp_path: Path) -> None:
+    learner = RecordingLearner()
+    loop = trainer(tmp_path, half_a, learner, env=[{"id": "test/Faulty-v0"}], train={"steps": 1})
+    run(loop)
+    assert [s.reward for s in learner.batches[0].samples] == [1.0] * 8
+    assert [s.turn_rewards for s in learner.batches[0].samples] == [(0.0, 1.0)] * 8
+
+
 def test_k109_a_broken_sampler_ends_the_run_at_once(tmp_path: Path) -> None:
     calls = 0
 

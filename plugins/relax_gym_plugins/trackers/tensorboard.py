@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from relax_gym.config import Section
+from relax_gym.config import Options
 from relax_gym.context import RunContext
 
 
-class TensorBoardOptions(Section):
+class TensorBoardOptions(Options):
     """`[[trackers]]` with name `tensorboard`."""
 
     flush_seconds: int = Field(10, ge=1, description="how often events are written to disk")

@@ -16,7 +16,7 @@ from torch import Tensor
 from relax_gym.algorithm import Algorithm
 from relax_gym.config import plugin_options
 from relax_gym.context import RunContext
-from relax_gym.errors import ConfigError, RunFolderError
+from relax_gym.errors import RunFolderError
 from relax_gym.learner import Learner
 from relax_gym.plugins import plugins
 from relax_gym.sampler import Weights
@@ -48,15 +48,10 @@ class TorchLearner(Learner):
         """Load the model of `context.model_path`; algorithm, temperature and length of the run come from the config.
 
         Raises:
-            ConfigError: options that contradict each other, the run or the machine.
+            ConfigError: options that contradict each other or the machine.
             ModelError: the model cannot be loaded or gives non-finite numbers.
         """
         config = context.config
-        if config.train.groups_per_step % options.updates_per_step:
-            raise ConfigError(
-                f"learner.updates_per_step = {options.updates_per_step} does not divide train.groups_per_step = "
-                f"{config.train.groups_per_step}; every update must get the same number of groups"
-            )
         self.options = options
         self.algorithm: Algorithm = plugin_options(
             config.algorithm, plugins().get("algorithm", config.algorithm.name), source="config", key="algorithm"

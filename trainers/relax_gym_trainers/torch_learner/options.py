@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from relax_gym.config import Options, RunConfig, Section
+from relax_gym.errors import ConfigError
 
 
-class LoraOptions(BaseModel):
+class LoraOptions(Section):
     """`[learner.lora]`: train low-rank adapters instead of the weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
@@ -18,10 +19,8 @@ class LoraOptions(BaseModel):
     dropout: float = Field(0.0, ge=0, lt=1)
 
 
-class TorchLearnerOptions(BaseModel):
+class TorchLearnerOptions(Options):
     """`[learner]` with `name = "torch"`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float = Field(1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -43,3 +42,11 @@ class TorchLearnerOptions(BaseModel):
     freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
     lora: LoraOptions | None = None
     logprob_chunk: int = Field(512, ge=1, description="tokens whose logits over the vocabulary exist at one time")
+
+    def check_run(self, config: RunConfig) -> None:
+        """Every update of a step must get the same number of groups."""
+        if config.train.groups_per_step % self.updates_per_step:
+            raise ConfigError(
+                f"learner.updates_per_step = {self.updates_per_step} does not divide train.groups_per_step = "
+                f"{config.train.groups_per_step}; every update must get the same number of groups"
+            )

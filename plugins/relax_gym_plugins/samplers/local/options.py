@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from relax_gym.config import Options
 
 
-class LocalSamplerOptions(BaseModel):
+class LocalSamplerOptions(Options):
     """`[sampler] name = "local"`: in-process sampling with continuous batching."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 on CUDA and on CPUs that multiply in it, else float32"
