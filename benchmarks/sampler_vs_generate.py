@@ -2,8 +2,8 @@
 
 Two workloads on a model of SmolLM2-135M's shape with random weights, sampled at temperature 1:
   fixed     32 unrelated prompts of 64 tokens, 32 new tokens each, no stop token
-  episodes  4 groups of 8 episodes with one prompt of 128 tokens for each group; two turns of up to 48 tokens that end at
-            a stop token; the environment adds 24 tokens between them. `generate` has to read whole prompts each turn.
+  episodes  4 groups of 8 episodes with one prompt of 128 tokens for each group; two turns of up to 48 tokens that end
+            at a stop token; the environment adds 24 tokens between them. `generate` has to read whole prompts each turn.
 
     python benchmarks/sampler_vs_generate.py --write
 """
@@ -82,14 +82,9 @@ def generate(model: LlamaForCausalLM, prompts: Prompts, new: int, stop: tuple[in
             pad_token_id=0,
             **ending,
         )
-    rows = out[:, width:].tolist()
-    ends = [next((i + 1 for i, token in enumerate(row) if token in set_of(stop)), len(row)) for row in rows]
+    rows, stopping = out[:, width:].tolist(), set(stop)
+    ends = [next((i + 1 for i, token in enumerate(row) if token in stopping), len(row)) for row in rows]
     return [row[:end] for row, end in zip(rows, ends, strict=True)]
-
-
-def set_of(stop: tuple[int, ...]) -> range:
-    """The stop ids are a range from 0."""
-    return range(len(stop))
 
 
 async def play(session: Session, prompt: list[int], new: int, turns: int, stop: tuple[int, ...], episode: int) -> int:

@@ -7,6 +7,7 @@ import copy
 import string
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from relax_gym.errors import SamplerError
+from relax_gym.config import RunConfig
+from relax_gym.context import RunContext
+from relax_gym.errors import ConfigError, SamplerError
 from relax_gym.sampler import SamplingParams
 from relax_gym.types import Completion, FinishReason
 from relax_gym_plugins.samplers.local.cache import SlotCache
 from relax_gym_plugins.samplers.local.engine import LocalEngine
 from relax_gym_plugins.samplers.local.model import attention_windows
 from relax_gym_plugins.samplers.local.options import LocalSamplerOptions
+from relax_gym_plugins.samplers.local.packing import PackedLinears
 from relax_gym_plugins.samplers.local.sampler import LocalSampler, choose_device, choose_dtype
 from relax_gym_plugins.samplers.local.sampling import BatchParams, sample, uniform
 
@@ -235,7 +239,7 @@ def test_k39_after_a_weight_update_tokens_come_from_the_new_weights_only(kind: s
         assert abs(during.logprobs[index] - table[len(ids) + index - 1][during.token_ids[index]]) <= 1e-4
 
 
-def test_k29_k30_an_update_that_does_not_fit_changes_nothing() -> None:
+def test_an_update_that_does_not_fit_changes_nothing() -> None:
     old, new = build("llama"), build("llama", seed=1)
     ids = prompt(0, 9)
     tensors = dict(new.named_parameters())
@@ -258,6 +262,58 @@ def test_k29_k30_an_update_that_does_not_fit_changes_nothing() -> None:
             check_exact(old, ids, await complete(sampler, ids, seed=1), seed=1)
 
     play(run())
+
+
+def test_k29_k30_each_turn_is_one_bundle_of_its_own_tokens() -> None:
+    async def run() -> list[Completion]:
+        async with serving(build()) as sampler:
+            session = sampler.open_session()
+            ids, outs = prompt(0, 5), []
+            for new in (4, 2, 6):
+                outs.append(await session.generate(ids, SamplingParams(max_new_tokens=new)))
+                ids = [*ids, *outs[-1].token_ids, 1]
+            return outs
+
+    outs = play(run())
+    assert [(len(o.token_ids), len(o.logprobs), len(o.versions)) for o in outs] == [(4, 4, 4), (2, 2, 2), (6, 6, 6)]
+    assert all(value < 0 for out in outs for value in out.logprobs)
+
+
+def test_the_factory_loads_the_model_folder_of_the_run(tmp_path: Path) -> None:
+    model = build("gemma2")
+    model.save_pretrained(tmp_path / "model")
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": "gemma2"},
+            "env": [{"id": "a/B-v0"}],
+            "train": {"steps": 0, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    context = RunContext(config=config, run_dir=tmp_path, model_path=tmp_path / "model", tokenizer=build_tokenizer())
+
+    async def run() -> Completion:
+        sampler = LocalSampler(context, LocalSamplerOptions(dtype="float32", device="cpu"))
+        with pytest.raises(SamplerError, match="not started"):
+            sampler.open_session()
+        await sampler.start()
+        assert sampler.max_context == 256
+        out = await complete(sampler, prompt(0, 12), seed=3)
+        await sampler.aclose()
+        return out
+
+    check_exact(model, prompt(0, 12), play(run()), seed=3)
+
+
+def test_packed_linear_layers_multiply_with_the_newest_weights() -> None:
+    layer = torch.nn.Linear(512, 300)
+    states = torch.randn(3, 512)
+    packed = PackedLinears(layer)
+    for _ in range(2):
+        expected = states @ layer.weight.T + layer.bias
+        assert torch.allclose(layer(states), expected, atol=1e-4)
+        with torch.no_grad():
+            layer.weight.normal_()
+        packed.refresh()
 
 
 def test_tied_weights_may_come_under_either_name_and_any_dtype() -> None:
@@ -596,5 +652,7 @@ def test_choices() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_dtype("float32", torch.device("cpu")) is torch.float32
     assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
-    with pytest.raises(Exception, match="device = 'quantum'"):
+    with pytest.raises(ConfigError, match=r"sampler.max_context = 300: the model has only 256 positions"):
+        LocalEngine(build(), None, LocalSamplerOptions(max_context=300))
+    with pytest.raises(ConfigError, match="device = 'quantum'"):
         choose_device("quantum")

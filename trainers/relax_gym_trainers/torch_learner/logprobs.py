@@ -200,7 +200,8 @@ class Policy:
         heads: int = config.num_attention_heads
         width: int = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         weights: int = self.model.num_parameters() - config.vocab_size * config.hidden_size
-        return MASKED_ATTENTION_COST * 2 * config.num_hidden_layers * width / weights
+        layers: int = config.num_hidden_layers
+        return MASKED_ATTENTION_COST * 2 * layers * width / weights
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from relax_gym.errors import SamplerError
+from relax_gym.errors import ConfigError, SamplerError
 from relax_gym.sampler import SamplingParams
 from relax_gym.types import Completion, FinishReason
 from relax_gym_plugins.samplers.local.contexts import Context, Request, Rows
@@ -49,12 +49,19 @@ class LocalEngine:
         *,
         seed: int = 0,
     ) -> None:
-        """`tokenizer` is needed for stop strings only; `seed` is used for requests without one of their own."""
+        """Take `model` over: nothing else may use, train or copy it from now on.
+
+        `tokenizer` is needed for stop strings only; `seed` is used for requests without one of their own.
+
+        Raises:
+            ConfigError: `max_context` is more than the model has positions.
+            SamplerError: the model's attention is of a kind that the engine cannot batch.
+        """
         self.options = options or LocalSamplerOptions()
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
         self.max_context = self.options.max_context or min(longest, DEFAULT_CONTEXT)
         if self.max_context > longest:
-            raise SamplerError(f"max_context is {self.max_context}; the model has {longest} positions, choose fewer")
+            raise ConfigError(f"sampler.max_context = {self.max_context}: the model has only {longest} positions")
         self.version = -1
         self._tokenizer, self._seed = tokenizer, seed
         self._runner = ModelRunner(model, max_rows=self.options.max_slots, max_length=self.max_context)

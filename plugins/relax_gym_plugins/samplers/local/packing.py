@@ -28,7 +28,7 @@ class PackedLinears:
         """Pack the weights as they are now."""
         for layer in self._layers:
             packed = _pack(layer.weight.detach())
-            layer.forward = functools.partial(_multiply, packed, layer.bias)  # type: ignore[method-assign, assignment]
+            layer.forward = functools.partial(_multiply, packed, layer.bias)  # type: ignore[method-assign]
 
 
 def _can_pack(layer: nn.Linear) -> bool:

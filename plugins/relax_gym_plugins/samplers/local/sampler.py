@@ -24,19 +24,21 @@ class LocalSampler(Sampler):
     def __init__(self, context: RunContext, options: LocalSamplerOptions) -> None:
         self._context, self._options = context, options
         self._engine: LocalEngine | None = None
+        self._closed = False
 
     @classmethod
     def from_engine(cls, engine: LocalEngine) -> LocalSampler:
         """Serve an engine that was built elsewhere; `start` starts it."""
         sampler = cls.__new__(cls)
-        sampler._engine = engine
+        sampler._engine, sampler._closed = engine, False
         return sampler
 
     @property
     def engine(self) -> LocalEngine:
         """The engine, once `start` has built it."""
         if self._engine is None:
-            raise SamplerError("the local sampler is not started; await start() first")
+            state = "closed; build a new one" if self._closed else "not started; await start() first"
+            raise SamplerError(f"the local sampler is {state}")
         return self._engine
 
     @property
@@ -69,9 +71,10 @@ class LocalSampler(Sampler):
         await asyncio.wrap_future(self.engine.update_weights(named, version))
 
     async def aclose(self) -> None:
-        """Stop the engine; pending requests fail."""
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.stop)
+        """Stop the engine and let go of the model; pending requests fail."""
+        engine, self._engine, self._closed = self._engine, None, True
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)
 
     def metrics(self) -> Mapping[str, float]:
         """Tokens prefilled, reused and generated, forward steps, and seconds sampling and waiting for environments."""
