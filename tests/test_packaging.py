@@ -16,7 +16,9 @@ PROBE = (
     "import importlib, importlib.util, sys\n"
     f"for name in {PACKAGES}: importlib.import_module(name)\n"
     "import relax_gym\n"
-    "assert all(importlib.util.find_spec(n) is None for n in ('envs', 'rewards', 'trainers', 'plugins'))\n"
+    # An editable install has the project's root on its path, so there a folder without code is found, but no package.
+    "specs = map(importlib.util.find_spec, ('envs', 'rewards', 'trainers', 'plugins'))\n"
+    "assert all(spec is None or spec.origin is None for spec in specs)\n"
     "print(relax_gym.__version__, len(relax_gym.list()), sys.modules['relax_gym_envs'].__file__)\n"
 )
 
