@@ -1,0 +1,29 @@
+"""What a result was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+
+def describe() -> dict[str, object]:
+    """CPU, cores and versions, for the head of a result file."""
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("relax-gym", "torch", "transformers")},
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name and the matrix extensions that decide how fast bfloat16 is."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    facts = dict(line.split(":", 1) for line in info.read_text(encoding="utf-8").splitlines() if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in facts.items()}
+    extensions = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()]
+    return f"{facts.get('model name', platform.processor())} ({', '.join(extensions) or 'no bfloat16 in hardware'})"
