@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import relax_gym
-from relax_gym import Completion, Env, FinishReason, StepResult, Task, user
+from relax_gym import Env, StepResult, Task, user
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import RolloutConfig
 from relax_gym.play import Episode, Player, close_sessions
@@ -78,25 +78,33 @@ REWARDS = [WeightedReward(name="env_return", weight=1.0, reward=EnvReturn())]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table: medians over repeats; lag in milliseconds, `lag_max` over all repeats."""
+    """One line of the table: medians over repeats; lag in milliseconds, `lag_max` over all repeats.
+
+    `cpu_us_per_turn` is CPU time of all threads of this process; unlike wall time it does not grow much when other
+    processes want the same cores.
+    """
 
     env: str
     concurrent: int
     us_per_turn: float
     us_min: float
     us_max: float
+    cpu_us_per_turn: float
     lag_p50: float
     lag_p99: float
     lag_max: float
 
 
-def make_player(tokenizer: Any) -> Player:
-    """A player as training has it, with a sampler that costs next to nothing."""
-    ids = (*tokenizer.encode("I guess 42", add_special_tokens=False), tokenizer.eos_token_id)
-    size = len(ids)
-    answer = Completion(token_ids=ids, logprobs=(-0.5,) * size, versions=(0,) * size, finish_reason=FinishReason.STOP)
+def make_sampler(tokenizer: Any) -> ScriptedSampler:
+    """Gives the same short answer in every turn, after one pass of the event loop."""
+    answer = [*tokenizer.encode("I guess 42", add_special_tokens=False), tokenizer.eos_token_id]
+    return ScriptedSampler([answer] * TURNS, tokenizer=tokenizer, delay=1, keep_requests=False)
+
+
+def make_player(tokenizer: Any, sampler: ScriptedSampler) -> Player:
+    """A player as training has it."""
     return Player(
-        sampler=ScriptedSampler([answer] * TURNS, tokenizer=tokenizer, delay=1, keep_requests=False),
+        sampler=sampler,
         renderer=ChatRenderer(tokenizer),
         rewards=REWARDS,
         config=RolloutConfig(max_turns=TURNS, max_new_tokens=32),
@@ -121,17 +129,40 @@ async def watch(lags: list[float]) -> None:
         lags.append(1e3 * (time.perf_counter() - start - TICK))
 
 
-async def timed(work: Callable[[], Awaitable[Any]]) -> tuple[float, list[float]]:
-    """Seconds that `work` takes, and the loop's lags meanwhile."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Wall and CPU seconds of some work, and the loop's lags meanwhile in milliseconds."""
+
+    wall: float
+    cpu: float
+    lags: list[float]
+
+
+async def timed(work: Callable[[], Awaitable[Any]]) -> Timing:
+    """Do the work and watch the loop meanwhile."""
     lags: list[float] = []
     watcher = asyncio.create_task(watch(lags))
     await asyncio.sleep(2 * TICK)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     await work()
-    seconds = time.perf_counter() - start
+    timing = Timing(wall=time.perf_counter() - start, cpu=time.process_time() - cpu, lags=lags)
     await asyncio.sleep(2 * TICK)
     watcher.cancel()
-    return seconds, lags
+    return timing
+
+
+async def measure_machine() -> dict[str, float]:
+    """Lags of a loop that is busy 2 ms at a time and has nothing else to do: what the machine itself adds."""
+
+    async def work() -> None:
+        for _ in range(1000):
+            end = time.thread_time() + 0.002
+            while time.thread_time() < end:
+                pass
+            await asyncio.sleep(0)
+
+    lags = (await timed(work)).lags
+    return {"lag_p50": percentile(lags, 0.5), "lag_p99": percentile(lags, 0.99), "lag_max": max(lags)}
 
 
 async def measure(player: Player, env: str, concurrent: int) -> Row:
@@ -145,16 +176,18 @@ async def measure(player: Player, env: str, concurrent: int) -> Row:
 
     await work()
     runs = [await timed(work) for _ in range(REPEATS)]
-    times = [1e6 * seconds / (rounds * concurrent * TURNS) for seconds, _ in runs]
+    per_turn = 1e6 / (rounds * concurrent * TURNS)
+    times = [per_turn * run.wall for run in runs]
     return Row(
         env=env,
         concurrent=concurrent,
         us_per_turn=statistics.median(times),
         us_min=min(times),
         us_max=max(times),
-        lag_p50=statistics.median(percentile(lags, 0.5) for _, lags in runs),
-        lag_p99=statistics.median(percentile(lags, 0.99) for _, lags in runs),
-        lag_max=max(max(lags) for _, lags in runs),
+        cpu_us_per_turn=statistics.median(per_turn * run.cpu for run in runs),
+        lag_p50=statistics.median(percentile(run.lags, 0.5) for run in runs),
+        lag_p99=statistics.median(percentile(run.lags, 0.99) for run in runs),
+        lag_max=max(max(run.lags) for run in runs),
     )
 
 
@@ -165,8 +198,8 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def measure_parts(tokenizer: Any) -> dict[str, float]:
-    """µs per turn of the parts, each alone, one episode at a time. The last is not ours but is in every other number."""
-    player = make_player(tokenizer)
+    """µs per turn of the parts, each alone, one episode at a time. The last is not ours, but in every number above."""
+    player = make_player(tokenizer, make_sampler(tokenizer))
     (episode,) = await play(player, "bench/sync-v0", 1)
     threads = WorkerThreads("bench")
     prompts = list(itertools.accumulate(turn.context_ids + turn.completion.token_ids for turn in episode.turns))
@@ -212,10 +245,14 @@ async def median_time(part: Callable[[], Awaitable[None]]) -> float:
 async def measure_all() -> dict[str, Any]:
     """Everything that is printed and written."""
     tokenizer = tiny_tokenizer()
-    player = make_player(tokenizer)
+    player = make_player(tokenizer, make_sampler(tokenizer))
     rows = [await measure(player, env, concurrent) for env in ENVS for concurrent in CASES]
     player.close()
-    return {"rows": [asdict(row) for row in rows], "parts_us_per_turn": await measure_parts(tokenizer)}
+    return {
+        "rows": [asdict(row) for row in rows],
+        "machine": await measure_machine(),
+        "parts_us_per_turn": await measure_parts(tokenizer),
+    }
 
 
 def environment() -> dict[str, Any]:
@@ -233,12 +270,14 @@ def environment() -> dict[str, Any]:
 
 def show(results: dict[str, Any]) -> None:
     """Print the tables."""
-    print("| env | episodes at once | µs per turn (min to max) | loop lag p50, p99, max in ms |")
-    print("|---|---:|---:|---:|")
+    print("| env | episodes at once | µs per turn (min to max) | of CPU time | loop lag p50, p99, max in ms |")
+    print("|---|---:|---:|---:|---:|")
     for r in results["rows"]:
         spread = f"{r['us_per_turn']:.0f} ({r['us_min']:.0f} to {r['us_max']:.0f})"
         lag = f"{r['lag_p50']:.1f}, {r['lag_p99']:.1f}, {r['lag_max']:.1f}"
-        print(f"| {r['env']} | {r['concurrent']:,} | {spread} | {lag} |")
+        print(f"| {r['env']} | {r['concurrent']:,} | {spread} | {r['cpu_us_per_turn']:.0f} | {lag} |")
+    m = results["machine"]
+    print(f"| a loop busy 2 ms at a time | | | | {m['lag_p50']:.1f}, {m['lag_p99']:.1f}, {m['lag_max']:.1f} |")
     print("\n| part, one episode at a time | µs per turn |\n|---|---:|")
     for name, value in results["parts_us_per_turn"].items():
         print(f"| {name} | {value:.0f} |")

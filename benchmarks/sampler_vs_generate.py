@@ -3,7 +3,7 @@
 Two workloads on a model of SmolLM2-135M's shape with random weights, sampled at temperature 1:
   fixed     32 unrelated prompts of 64 tokens, 32 new tokens each, no stop token
   episodes  4 groups of 8 episodes with one prompt of 128 tokens for each group; two turns of up to 48 tokens that end
-            at a stop token; the environment adds 24 tokens between them. `generate` has to read whole prompts each turn.
+            at a stop token; the environment adds 24 tokens between them. `generate` reads whole prompts each turn.
 
     python benchmarks/sampler_vs_generate.py --write
 """

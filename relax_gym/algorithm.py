@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from relax_gym.errors import ConfigError, PluginError
+from relax_gym.registry import load
+from relax_gym.types import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from relax_gym.config import RunConfig
 
 FloatArray = NDArray[np.float64]
 
@@ -22,6 +28,7 @@ class TrainedTokens:
 
     All tensors are float32 (or float64) of shape [N] but `sample`, int64 [N] in [0, num_samples): which sample a token
     belongs to. A sample is never split between two of these. Log-probs are at the sampling temperature.
+    `rollout_logprobs` are those of the policy version that sampled each token, however stale it is.
     """
 
     logprobs: Tensor
@@ -46,32 +53,105 @@ class TrainedTokens:
 class Algorithm(BaseModel):
     """Options of an algorithm (its fields, checked when the config is read) and its two functions.
 
-    Subclass, add fields, implement `advantages` and `token_loss`, return it from the `register_algorithms` hook.
+    Subclass, add fields, implement `advantages` and `token_loss`, return it from the `register_algorithms` hook. The
+    fields here are the parts that go with every algorithm; learners and the loop see to them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     token_sum_norm: float | None = Field(None, gt=0, description="the constant of seq-mean-token-sum-norm")
+
     old_logprobs: Literal["rollout", "recompute"] = Field(
         "rollout",
         description="policy the ratio is taken against: the sampler's numbers, or the learner's own before the update",
     )
+    correction: Literal["none", "tis", "icepop"] = Field(
+        "none", description="weight of a token's policy loss for π_old not being the policy that sampled it"
+    )
+    correction_level: Literal["token", "sequence"] = Field(
+        "token", description="each token's own weight, or the geometric mean over its sample"
+    )
+    correction_cap: float = Field(2.0, ge=1, description="largest weight of tis")
+    icepop_low: float = Field(0.5, ge=0, le=1, description="icepop: a smaller weight becomes 0")
+    icepop_high: float = Field(2.0, ge=1, description="icepop: a larger weight becomes 0")
+    sequence_mask_delta: float | None = Field(
+        None, gt=0, description="drop tokens with A < 0 of samples that lost more log-prob than this per token; off"
+    )
+
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the KL loss to the frozen initial model; 0 keeps no such model"
     )
     kl_estimator: Literal["k2", "k3"] = "k3"
+    kl_reward_coef: float = Field(0.0, ge=0, description="weight of the KL to that model, subtracted from the reward")
+    kl_reward_estimator: Literal["k1", "k3"] = "k1"
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus over the full vocabulary")
+
+    credit: Literal["episode", "turn"] = Field(
+        "episode", description="one advantage for the whole episode, or one for each turn from its reward to go"
+    )
+    discount: float = Field(1.0, gt=0, le=1, description="of the reward to go, for each turn; with credit = 'turn'")
+
     filter_zero_variance: bool = Field(
         False, description="drop groups whose raw rewards are all equal and sample another in their place"
     )
+    filter_mean_range: tuple[float, float] | None = Field(
+        None, description="drop groups whose mean raw reward is outside [low, high]: too hard or too easy; off"
+    )
+    filter: str | None = Field(
+        None, description="'module:function' that takes a Group and returns why to drop it, or None to keep it"
+    )
 
-    def model_post_init(self, context: Any) -> None:
-        """Check options that depend on each other."""
+    @field_validator("kl_estimator", mode="before")
+    @classmethod
+    def _no_k1_loss(cls, value: Any) -> Any:
+        if value == "k1":
+            raise ValueError(
+                "k1 is no loss: its gradient does not depend on the reference model; use 'k2' or 'k3', or put it into "
+                "the reward with kl_reward_coef"
+            )
+        return value
+
+    @field_validator("filter")
+    @classmethod
+    def _loadable(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            found = load(value)
+        except PluginError as error:
+            raise ValueError(f"{error}; give 'module:function'") from error
+        if not callable(found):
+            raise ValueError(f"is a {type(found).__name__}; give a function that takes a relax_gym.types.Group")
+        return value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
         if (self.aggregation == "seq-mean-token-sum-norm") != (self.token_sum_norm is not None):
             raise ValueError(
                 "aggregation 'seq-mean-token-sum-norm' and token_sum_norm go together; give both (the norm is usually "
                 "the longest completion in tokens) or neither"
+            )
+        if self.correction != "none" and self.old_logprobs == "rollout":
+            raise ValueError(
+                f"correction = {self.correction!r} needs old_logprobs = 'recompute': with 'rollout' the ratio is taken "
+                "against the sampler's own log-probs already, and every weight is 1"
+            )
+        if self.discount != 1 and self.credit == "episode":
+            raise ValueError(
+                f"discount = {self.discount} goes with credit = 'turn'; a whole episode has nothing to discount"
+            )
+        if self.filter_mean_range is not None and self.filter_mean_range[0] > self.filter_mean_range[1]:
+            raise ValueError(f"filter_mean_range = {list(self.filter_mean_range)} is empty; give [low, high]")
+        return self
+
+    def check_run(self, config: RunConfig) -> None:
+        """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""
+        weights = {reward.name: reward.weight for reward in config.reward}
+        if self.credit == "turn" and weights.get("env") != 1:
+            raise ConfigError(
+                "algorithm.credit = 'turn' spreads the env's own rewards over the turns, so [[reward]] must have "
+                f"'env' with weight 1 (it has {weights}); weigh the other rewards against it instead"
             )
 
     @property
@@ -79,15 +159,25 @@ class Algorithm(BaseModel):
         """Whether a group of one episode gives no learning signal."""
         return True
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the learner must keep the frozen initial model."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    def shaped_rewards(self, group: Group) -> FloatArray:
+        """Rewards that the advantages are made of, [G]; NaN where unscored. Filters look at the raw ones."""
+        return group.rewards
+
     @abstractmethod
     def advantages(self, rewards: FloatArray) -> FloatArray:
-        """Raw rewards of one group [G] → one advantage for each episode [G].
+        """Rewards of one group [G] → one advantage for each episode [G].
 
-        NaN marks an episode that could not be scored: leave it out of every statistic and return 0 for it.
+        With `credit = "turn"` these are the rewards to go of all turns of the group instead, and one advantage for each
+        turn comes back. NaN marks what could not be scored: leave it out of every statistic and return 0 for it.
         """
 
-    def batch_advantages(self, advantages: FloatArray, token_counts: NDArray[np.int64]) -> FloatArray:
-        """Advantages [B] of all samples of the global batch, given their `token_counts` [B]; identity by default."""
+    def batch_advantages(self, advantages: FloatArray) -> FloatArray:
+        """Advantages [N] of all trained tokens of the scored episodes of the global batch; identity by default."""
         return advantages
 
     @abstractmethod

@@ -302,6 +302,7 @@ def _check_plugins(config: RunConfig, source: str) -> None:
         algorithm = plugin_options(
             config.algorithm, table.get("algorithm", config.algorithm.name), source=source, key="algorithm"
         )
+        algorithm.check_run(config)
         sections = [("sampler", config.sampler), ("learner", config.learner)]
         for kind, section in [*sections, *(("tracker", tracker) for tracker in config.trackers)]:
             component = table.get(kind, section.name)

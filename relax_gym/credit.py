@@ -2,32 +2,123 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
-from relax_gym.algorithm import Algorithm
+from relax_gym.algorithm import Algorithm, FloatArray
+from relax_gym.errors import TrainingError
+from relax_gym.registry import load
 from relax_gym.trajectory import to_samples, with_advantage
-from relax_gym.types import Group, TrainingSample
+from relax_gym.types import Group, TrainingSample, Trajectory
 
 
 def drop_reason(group: Group, algorithm: Algorithm) -> str | None:
-    """Why a group is not worth training on, judged by its raw rewards; None when it is."""
+    """Why a group is not worth training on, judged by its raw rewards; None when it is.
+
+    Raises:
+        TrainingError: the user's own filter returned something else than a reason or None.
+    """
     scored = group.rewards[~np.isnan(group.rewards)]
     if scored.size == 0:
         return "unscored"
     if algorithm.filter_zero_variance and np.ptp(scored) == 0:
         return "zero_variance"
-    return None
+    if algorithm.filter_mean_range is not None:
+        low, high = algorithm.filter_mean_range
+        if scored.mean() < low:
+            return "mean_below_range"
+        if scored.mean() > high:
+            return "mean_above_range"
+    if algorithm.filter is None:
+        return None
+    reason = load(algorithm.filter)(group)
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise TrainingError(
+            f"algorithm.filter {algorithm.filter!r} returned {reason!r}; it must return a reason (text) to drop the "
+            "group, or None to keep it"
+        )
+    return reason
 
 
-def assign_credit(groups: list[Group], algorithm: Algorithm) -> list[TrainingSample]:
-    """All samples of the batch; an episode's advantage stands at each of its trained tokens."""
-    samples: list[TrainingSample] = []
-    advantages: list[float] = []
-    for group in groups:
-        for trajectory, advantage in zip(group.trajectories, algorithm.advantages(group.rewards), strict=True):
-            parts = to_samples(trajectory, group.group_id)
-            samples += parts
-            advantages += [float(advantage)] * len(parts)
-    counts = np.array([sample.trained_tokens for sample in samples], dtype=np.int64)
-    final = algorithm.batch_advantages(np.array(advantages, dtype=np.float64), counts)
-    return [with_advantage(sample, value) for sample, value in zip(samples, final.tolist(), strict=True)]
+def assign_credit(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainingSample]:
+    """All samples of the global batch; an episode's (or turn's) advantage stands at each of its trained tokens.
+
+    With `kl_reward_coef` only the learner, who has the reference model, can finish them: see `subtract_kl`.
+    """
+    pairs = [pair for group in groups for pair in _credit_group(group, algorithm)]
+    samples, advantages = [sample for sample, _ in pairs], [values for _, values in pairs]
+    if not algorithm.kl_reward_coef:
+        advantages = _over_batch(samples, advantages, algorithm)
+    return [with_advantage(sample, values) for sample, values in zip(samples, advantages, strict=True)]
+
+
+def subtract_kl(
+    samples: Sequence[TrainingSample], kl: Sequence[FloatArray], algorithm: Algorithm
+) -> list[TrainingSample]:
+    """A_t − kl_reward_coef · Σ_{s ≥ t} kl_s over the trained tokens of the episode, then the step over the whole batch.
+
+    `samples` are all those of the global batch, an episode's segments in order; `kl` has one array [trained_tokens] for
+    each. This is the policy gradient of reward − kl_reward_coef · KL: a token answers for all KL from itself on.
+    """
+    to_go: defaultdict[str, float] = defaultdict(float)
+    advantages: list[FloatArray] = []
+    for sample, values in zip(reversed(samples), reversed(kl), strict=True):
+        sums = np.cumsum(values[::-1])[::-1] + to_go[sample.episode_id]
+        to_go[sample.episode_id] += float(values.sum())
+        own = sample.advantages[sample.loss_mask == 1].astype(np.float64)
+        advantages.append(own - algorithm.kl_reward_coef * sums)
+    final = _over_batch(samples, advantages[::-1], algorithm)
+    return [with_advantage(sample, values) for sample, values in zip(samples, final, strict=True)]
+
+
+def _credit_group(group: Group, algorithm: Algorithm) -> Iterator[tuple[TrainingSample, FloatArray]]:
+    """Each sample with the advantage of each of its trained tokens."""
+    for trajectory, by_turn in zip(group.trajectories, _turn_advantages(group, algorithm), strict=True):
+        first = 0
+        for sample in to_samples(trajectory, group.group_id):
+            lengths = [end - start for start, end in sample.turn_spans]
+            yield sample, np.repeat(by_turn[first : first + len(lengths)], lengths)
+            first += len(lengths)
+
+
+def _turn_advantages(group: Group, algorithm: Algorithm) -> list[FloatArray]:
+    """For each episode the advantage of each of its turns."""
+    rewards = algorithm.shaped_rewards(group)
+    lengths = [len(trajectory.turns) for trajectory in group.trajectories]
+    if algorithm.credit == "episode":
+        return [np.full(n, advantage) for n, advantage in zip(lengths, algorithm.advantages(rewards), strict=True)]
+    to_go = [
+        _rewards_to_go(trajectory, reward, algorithm.discount)
+        for trajectory, reward in zip(group.trajectories, rewards.tolist(), strict=True)
+    ]
+    return np.split(algorithm.advantages(np.concatenate(to_go)), np.cumsum(lengths)[:-1])
+
+
+def _rewards_to_go(trajectory: Trajectory, reward: float, discount: float) -> FloatArray:
+    """Discounted rewards from each turn on, [turns]; NaN for an episode that could not be scored.
+
+    A turn's reward is what the env gave for it; what the episode's reward has beyond that comes with the last turn.
+    """
+    steps = np.array([turn.reward or 0.0 for turn in trajectory.turns], dtype=np.float64)
+    if not len(steps):
+        return steps
+    steps[-1] += reward - trajectory.env_return
+    for turn in range(len(steps) - 2, -1, -1):
+        steps[turn] += discount * steps[turn + 1]
+    return np.full_like(steps, np.nan) if np.isnan(reward) else steps
+
+
+def _over_batch(
+    samples: Sequence[TrainingSample], advantages: Sequence[FloatArray], algorithm: Algorithm
+) -> list[FloatArray]:
+    """`algorithm.batch_advantages` over the tokens of scored episodes; the others keep out of it and get 0."""
+    scored = [sample.reward is not None for sample in samples]
+    final = [np.zeros_like(values) for values in advantages]
+    inside = [values for values, ok in zip(advantages, scored, strict=True) if ok]
+    if inside:
+        together = algorithm.batch_advantages(np.concatenate(inside))
+        parts = iter(np.split(together, np.cumsum([len(values) for values in inside])[:-1]))
+        final = [next(parts) if ok else zeros for zeros, ok in zip(final, scored, strict=True)]
+    return final

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_gym.config import RolloutConfig
 from relax_gym.env import Env
-from relax_gym.rollout import Limits, rollout
+from relax_gym.rollout import Limits, Turnstile, rollout
 from relax_gym.sampler import Sampler, SamplingParams, Session
 from relax_gym.scoring import WeightedReward, score
 from relax_gym.types import Task, Trajectory
@@ -45,6 +45,7 @@ class Player:
         self._config = config
         self._threads = WorkerThreads("env")
         self._reward_threads = WorkerThreads("reward", limit=16)
+        self._turnstile = Turnstile()
 
     def open_sessions(self, count: int) -> list[Session]:
         """Open sessions in one go, before anything is awaited: a deterministic sampler then knows who is to come."""
@@ -114,6 +115,7 @@ class Player:
                 episode_timeout=config.episode_timeout,
             ),
             threads=self._threads,
+            turnstile=self._turnstile,
         )
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from relax_gym.types import EpisodeError, FinishReason, Message, StopReason, Tas
 from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
-    from relax_gym.chat import ChatRenderer, Conversation
+    from relax_gym.chat import ChatRenderer, Context, Conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,22 @@ class Limits:
     episode_timeout: float = 1800.0
 
 
+class Turnstile:
+    """Lets only a few tasks go on in one pass of the event loop, in the order they came.
+
+    What an episode does between two awaits (render a prompt, build an async env) is short, but a thousand episodes that
+    are ready together would keep the loop from everybody else for all of theirs.
+    """
+
+    def __init__(self, per_pass: int = 8) -> None:
+        self._places = asyncio.Semaphore(per_pass)
+
+    async def enter(self) -> None:
+        """Wait for a place, and keep it until the loop has come round once more."""
+        async with self._places:
+            await asyncio.sleep(0)
+
+
 async def rollout(
     task: Task,
     *,
@@ -41,15 +57,17 @@ async def rollout(
     params: SamplingParams,
     limits: Limits,
     threads: WorkerThreads,
+    turnstile: Turnstile | None = None,
 ) -> Trajectory:
     """Play one episode. Whatever the env does, a Trajectory comes back with all turns so far; it is not scored yet.
 
-    Turn t samples with a seed derived from `params.seed` and t. Closing the session is the caller's business.
+    Turn t samples with a seed derived from `params.seed` and t. Closing the session is the caller's business. Episodes
+    that are played side by side share a `turnstile`, which keeps the event loop responsive.
 
     Raises:
         Whatever is no fault of the env: SamplerError, cancellation, a bug of ours. The env is closed all the same.
     """
-    episode = _Episode(task, open_session, renderer, params, limits, threads)
+    episode = _Episode(task, open_session, renderer, params, limits, threads, turnstile or Turnstile())
     error: EpisodeError | None = None
     try:
         async with asyncio.timeout(limits.episode_timeout) as clock:
@@ -89,6 +107,7 @@ class _Episode:
         params: SamplingParams,
         limits: Limits,
         threads: WorkerThreads,
+        turnstile: Turnstile,
     ) -> None:
         self.driver = EnvDriver(task, threads, limits.step_timeout)
         self.turns: list[Turn] = []
@@ -98,21 +117,22 @@ class _Episode:
         self._renderer = renderer
         self._params = params
         self._limits = limits
+        self._turnstile = turnstile
 
     async def play(self) -> StopReason:
+        await self._turnstile.enter()
         self.observation, self.info = await self.driver.reset()
         assert self.driver.env is not None
         session = self._open_session(self.driver.env)
         conversation = self._renderer.conversation(self.driver.env.tools)
         while True:
+            await self._turnstile.enter()
             context = conversation.observe(self.observation)
             room = self._limits.max_context - len(conversation.token_ids)
             if room < 1:
                 return StopReason.TOKEN_BUDGET if self.turns else StopReason.PROMPT_TOO_LONG
-            answer = await self._answer(session, conversation, room)
-            self.turns.append(
-                dataclasses.replace(answer, context_ids=context.context_ids, new_segment=context.new_segment)
-            )
+            answer = await self._answer(session, conversation, context, room)
+            self.turns.append(answer)
             self.observation = []
             if answer.completion.finish_reason is FinishReason.ABORT:
                 return StopReason.ABORT
@@ -122,7 +142,7 @@ class _Episode:
             if stop is not None:
                 return stop
 
-    async def _answer(self, session: Session, conversation: Conversation, room: int) -> Turn:
+    async def _answer(self, session: Session, conversation: Conversation, context: Context, room: int) -> Turn:
         params = dataclasses.replace(
             self._params,
             max_new_tokens=min(self._params.max_new_tokens, room),
@@ -135,7 +155,8 @@ class _Episode:
         conversation.complete(completion.token_ids, text)
         return Turn(
             observation=tuple(self.observation),
-            context_ids=(),
+            context_ids=context.context_ids,
+            new_segment=context.new_segment,
             completion=completion,
             text=text,
             action=self._renderer.action(text, params.stop, opened=conversation.opened_thinking),

@@ -21,9 +21,10 @@ def to_samples(trajectory: Trajectory, group_id: str) -> list[TrainingSample]:
     ]
 
 
-def with_advantage(sample: TrainingSample, advantage: float) -> TrainingSample:
-    """The sample with one advantage broadcast over its own loss mask."""
-    advantages = np.where(sample.loss_mask == 1, np.float32(advantage), np.float32(0.0)).astype(np.float32)
+def with_advantage(sample: TrainingSample, advantage: float | NDArray[np.float64]) -> TrainingSample:
+    """The sample with one advantage for all its trained tokens, or with one for each, [trained_tokens]."""
+    advantages = np.zeros(len(sample.token_ids), dtype=np.float32)
+    advantages[sample.loss_mask == 1] = advantage
     return dataclasses.replace(sample, advantages=advantages)
 
 
@@ -70,10 +71,21 @@ def _sample(trajectory: Trajectory, group_id: str, number: int, turns: Sequence[
 
 
 def _join_experts(turns: Sequence[Turn]) -> NDArray[np.int32] | None:
+    """Experts of each token of a segment as they were chosen when the token was first computed, but the last's."""
     parts = [turn.completion.routed_experts for turn in turns]
     given = [part for part in parts if part is not None]
     if not given:
         return None
     if len(given) != len(parts):
         raise ValueError("some turns of a segment have routed experts and some have none; a sampler gives all or none")
-    return np.concatenate(given)
+    known, tokens, pieces = 0, 0, []
+    for turn, part in zip(turns, given, strict=True):
+        tokens += len(turn.context_ids) + len(turn.completion.token_ids)
+        if len(part) != tokens - 1:
+            raise ValueError(
+                f"routed_experts has {len(part)} rows for {tokens} tokens of prompt and completion; a sampler gives "
+                "one row for each but the last, which is never routed"
+            )
+        pieces.append(part[known:])
+        known = len(part)
+    return np.concatenate(pieces).astype(np.int32)

@@ -47,7 +47,11 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a sampler returns: ids, each one's log-prob at the sampling temperature, and the version that sampled it."""
+    """What a sampler returns: ids, each one's log-prob at the sampling temperature, and the version that sampled it.
+
+    `routed_experts` [n − 1, MoE layers, top_k] are the experts that a mixture-of-experts model chose for the n tokens of
+    prompt and completion together; the last token was never fed back, so it has none.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -153,6 +157,7 @@ class TrainingSample:
     All arrays have length T. `loss_mask` is 1 where the policy sampled the token. `logprobs` are the sampler's, 0 where
     the mask is 0. `versions` is the policy version that sampled the token, -1 where the mask is 0. `turn_spans` are
     half-open [start, end) ranges of the sampled tokens, one for each turn. `advantages` is 0 where the mask is 0.
+    `routed_experts` [T − 1, MoE layers, top_k] is the sampler's choice of experts for each token but the last.
     """
 
     episode_id: str
@@ -180,6 +185,13 @@ class TrainingSample:
             raise ValueError("turn_spans do not cover exactly the tokens of loss_mask")
         if len(self.turn_spans) != len(self.turn_rewards):
             raise ValueError(f"{len(self.turn_spans)} turn spans but {len(self.turn_rewards)} turn rewards")
+        if self.routed_experts is not None:
+            rows, *rest = self.routed_experts.shape
+            if rows != len(self.token_ids) - 1 or len(rest) != 2:
+                raise ValueError(
+                    f"routed_experts has shape {self.routed_experts.shape} for {len(self.token_ids)} tokens; it must be "
+                    "[tokens - 1, layers, top_k]"
+                )
 
     @property
     def trained_tokens(self) -> int:
