@@ -44,6 +44,12 @@ def run(example: str, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def rise(one: dict[str, Any]) -> float:
+    """Held-out reward after training minus before."""
+    first, *_, last = one["held_out"].values()
+    return float(last - first)
+
+
 def draw(runs: list[dict[str, Any]], picture: Path) -> None:
     """All seeds in one figure: sampled training reward thin, held-out reward bold."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -74,7 +80,7 @@ def main() -> None:
         runs = [run(arguments.example, seed, Path(folder) / str(seed)) for seed in arguments.seeds]
     for one in runs:
         print(one["seed"], f"{one['wall_seconds']} s", f"{one['peak_memory_gb']} GB", one["held_out"])
-    rises = [list(one["held_out"].values())[-1] - list(one["held_out"].values())[0] for one in runs]
+    rises = [rise(one) for one in runs]
     print(f"median rise {statistics.median(rises):.3f}")
     if arguments.write:
         seeds = " ".join(map(str, arguments.seeds))

@@ -14,7 +14,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollout_overhead import ENVS, environment, make_player, make_sampler
+from machine import describe
+from rollout_overhead import ENVS, make_player, make_sampler
 
 import relax_gym
 from relax_gym.play import Episode, Player, close_sessions
@@ -108,7 +109,11 @@ def main() -> None:
         sizes = " | ".join(f"{row['resident_mb'][n]:.1f}" for n in CHECKPOINTS)
         print(f"| {row['env']} | {sizes} | {row['growth_mb']:.1f} MB ({row['growth_share']:.1%}) |")
     if arguments.write:
-        RESULTS.write_text(json.dumps({**environment(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        RESULTS.write_text(
+            json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": describe(), "rows": rows}, indent=2)
+            + "\n",
+            encoding="utf-8",
+        )
     if not all(row["flat"] for row in rows):
         raise SystemExit(f"memory grew by more than {ALLOWED_MB:g} MB and {ALLOWED_SHARE:.0%}")
 

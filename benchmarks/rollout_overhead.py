@@ -10,15 +10,12 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import platform
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -255,19 +252,6 @@ async def measure_all() -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("relax-gym", "transformers", "tokenizers", "jinja2")},
-    }
-
-
 def show(results: dict[str, Any]) -> None:
     """Print the tables."""
     print("| env | episodes at once | µs per turn (min to max) | of CPU time | loop lag p50, p99, max in ms |")
@@ -293,7 +277,11 @@ def main() -> None:
     results = asyncio.run(measure_all())
     show(results)
     if arguments.write:
-        RESULTS.write_text(json.dumps({**environment(), **results}, indent=2) + "\n", encoding="utf-8")
+        RESULTS.write_text(
+            json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": describe(), **results}, indent=2)
+            + "\n",
+            encoding="utf-8",
+        )
 
 
 if __name__ == "__main__":
