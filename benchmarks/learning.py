@@ -83,9 +83,7 @@ def main() -> None:
     rises = [rise(one) for one in runs]
     print(f"median rise {statistics.median(rises):.3f}")
     if arguments.write:
-        seeds = " ".join(map(str, arguments.seeds))
-        result = {"command": f"python benchmarks/learning.py {arguments.example} --seeds {seeds} --write"}
-        result |= {"machine": describe(), "median_rise": round(statistics.median(rises), 3), "runs": runs}
+        result = {**describe(), "median_rise": round(statistics.median(rises), 3), "runs": runs}
         (ROOT / f"benchmarks/results/learning_{arguments.example}.json").write_text(json.dumps(result, indent=2) + "\n")
         draw(runs, ROOT / f"docs/{arguments.example}.png")
 

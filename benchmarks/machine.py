@@ -1,16 +1,19 @@
-"""What a result was measured on."""
+"""What a result was measured with and on."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 
 def describe() -> dict[str, object]:
-    """CPU, cores and versions, for the head of a result file."""
+    """The running command, CPU, cores and versions: the head of every result file."""
     return {
+        "command": shlex.join(["python", *sys.argv]),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),

@@ -110,8 +110,7 @@ def main() -> None:
         print(f"| {row['env']} | {sizes} | {row['growth_mb']:.1f} MB ({row['growth_share']:.1%}) |")
     if arguments.write:
         RESULTS.write_text(
-            json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": describe(), "rows": rows}, indent=2)
-            + "\n",
+            json.dumps({**describe(), "rows": rows}, indent=2) + "\n",
             encoding="utf-8",
         )
     if not all(row["flat"] for row in rows):

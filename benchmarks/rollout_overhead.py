@@ -10,14 +10,14 @@ import argparse
 import asyncio
 import itertools
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from machine import describe
 
 import relax_gym
 from relax_gym import Env, StepResult, Task, user
@@ -278,8 +278,7 @@ def main() -> None:
     show(results)
     if arguments.write:
         RESULTS.write_text(
-            json.dumps({"command": shlex.join(["python", *sys.argv]), "machine": describe(), **results}, indent=2)
-            + "\n",
+            json.dumps({**describe(), **results}, indent=2) + "\n",
             encoding="utf-8",
         )
 
