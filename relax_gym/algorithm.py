@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from relax_gym.config import RunConfig
 
 FloatArray = NDArray[np.float64]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Algorithm(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    aggregation: Aggregation = Field("token-mean", description="how the losses of tokens become one number")
     token_sum_norm: float | None = Field(None, gt=0, description="the constant of seq-mean-token-sum-norm")
 
     old_logprobs: Literal["rollout", "recompute"] = Field(

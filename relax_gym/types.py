@@ -49,8 +49,8 @@ class StopReason(StrEnum):
 class Completion:
     """What a sampler returns: ids, each one's log-prob at the sampling temperature, and the version that sampled it.
 
-    `routed_experts` [n − 1, MoE layers, top_k] are the experts that a mixture-of-experts model chose for the n tokens of
-    prompt and completion together; the last token was never fed back, so it has none.
+    `routed_experts` [n − 1, MoE layers, top_k] are the experts that a mixture-of-experts model chose for the n tokens
+    of prompt and completion together; the last token was never fed back, so it has none.
     """
 
     token_ids: tuple[int, ...]
@@ -189,8 +189,8 @@ class TrainingSample:
             rows, *rest = self.routed_experts.shape
             if rows != len(self.token_ids) - 1 or len(rest) != 2:
                 raise ValueError(
-                    f"routed_experts has shape {self.routed_experts.shape} for {len(self.token_ids)} tokens; it must be "
-                    "[tokens - 1, layers, top_k]"
+                    f"routed_experts has shape {self.routed_experts.shape} for {len(self.token_ids)} tokens; it must "
+                    "be [tokens - 1, layers, top_k]"
                 )
 
     @property

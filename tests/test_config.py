@@ -101,7 +101,7 @@ def test_dump_then_load_is_the_identity(seed: int, temperature: float, stop: lis
         ),
         (
             {"algorithm": {"name": "grpo", "kl_estimator": "k1", "kl_coef": 0.1}},
-            "algorithm.kl_estimator = 'k1': Input should be 'k2' or 'k3'",
+            "algorithm.kl_estimator = 'k1': k1 is no loss: its gradient does not depend on the reference model",
         ),
         ({"algorithm": {"name": "grpo", "aggregation": "seq-mean-token-sum-norm"}}, "go together"),
         ({"sampler": {"name": "lokal"}}, "unknown sampler 'lokal'; did you mean 'local'?"),

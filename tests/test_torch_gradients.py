@@ -179,7 +179,7 @@ def plain_gradient(model, algorithm, samples, temperature=1.0):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("model", "tolerance"), [("exact", 1e-9), ("tiny", 1e-6)])
 def test_the_gradient_is_that_of_the_plain_definition(request, model, tolerance, share, checkpointing):
-    run = context(request.getfixturevalue(model), temperature=0.9, entropy_coef=0.02)
+    run = context(request.getfixturevalue(model), temperature=0.9, entropy_coef=0.02, aggregation="token-mean")
     trainer = learner(run, activation_checkpointing=checkpointing, logprob_chunk=4)
     trainer.policy.model.double()
     samples = random_batch().samples

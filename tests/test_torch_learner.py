@@ -61,7 +61,7 @@ def test_metrics_of_a_step(tiny):
     trainer = learner(context(tiny, kl_coef=0.1))
     metrics = trainer.step(random_batch())
     with_gradient = {"entropy", "ratio_mean", "clip_fraction", "kl"}
-    gap = {"logprob_diff_mean", "logprob_diff_max", "logprob_diff_k3"}
+    gap = {"logprob_diff_mean", "logprob_diff_max", "logprob_diff_k3", "logprob_diff_clipped"}
     counts = {"updates", "trained_tokens", "padded_tokens", "prefix_saved_tokens", "seconds"}
     assert set(metrics) == {"loss", "grad_norm", "lr"} | with_gradient | gap | counts
     assert all(math.isfinite(value) for value in metrics.values())

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import faulty_envs  # noqa: F401 (registers its envs)
+import numpy as np
 import pytest
 
 import relax_gym
@@ -19,7 +21,7 @@ from relax_gym.run_folder import RunFolder, read_lines
 from relax_gym.tasks import TaskSource
 from relax_gym.testing import RecordingLearner, ScriptedSampler, tiny_tokenizer
 from relax_gym.train import RunResult, Trainer
-from relax_gym.types import Batch
+from relax_gym.types import Batch, Group
 
 TOKENIZER = tiny_tokenizer()
 
@@ -166,6 +168,30 @@ def test_k76_zero_variance_groups_are_replaced_counted_and_kept_on_disk(tmp_path
             str(slot) for slot in range(batch.version * 4, batch.version * 4 + 4)
         }
         assert all(s.advantages.any() for s in batch.samples)
+
+
+def mostly_a(group: Group) -> str | None:
+    """A filter of the user's: why not to train on a group."""
+    return None if np.nanmean(group.rewards) > 0.5 else "mostly_b"
+
+
+def test_k76_the_users_filter_and_the_range_drop_count_and_replace(tmp_path: Path) -> None:
+    learner = RecordingLearner()
+    options = {"name": "grpo", "filter": "test_train:mostly_a", "filter_mean_range": [0.2, 0.9]}
+    run(trainer(tmp_path, half_a, learner, algorithm=options, train={"steps": 4, "groups_per_step": 4}))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    kinds = Counter(e["kind"] for e in read_lines(tmp_path / "run" / "episodes.jsonl"))
+    reasons = ("mostly_b", "mean_below_range", "mean_above_range")
+    counted = {reason: sum(line.get(f"queue/dropped_{reason}", 0) for line in lines) for reason in reasons}
+    assert counted["mostly_b"] > 0
+    assert counted["mean_below_range"] + counted["mean_above_range"] > 0
+    assert {reason: kinds[reason] for reason in reasons} == {reason: 4 * n for reason, n in counted.items()}
+    assert [len(batch.samples) for batch in learner.batches] == [16] * 4
+    assert {
+        sum(s.reward for s in batch.samples if s.group_id == g)
+        for batch in learner.batches
+        for g in {s.group_id for s in batch.samples}
+    } == {3.0}
 
 
 def test_a_group_that_stays_dull_leaves_its_slot_empty(tmp_path: Path) -> None:

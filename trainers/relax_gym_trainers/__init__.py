@@ -7,7 +7,20 @@ from relax_gym.registry import Component
 @hookimpl
 def register_algorithms() -> dict[str, str]:
     """The built-in algorithms."""
-    return {"grpo": "relax_gym_trainers.algorithms.grpo:GRPO"}
+    algorithms = "relax_gym_trainers.algorithms"
+    return {
+        "cispo": f"{algorithms}.cispo:CISPO",
+        "dapo": f"{algorithms}.dapo:DAPO",
+        "dr_grpo": f"{algorithms}.dr_grpo:DrGRPO",
+        "grpo": f"{algorithms}.grpo:GRPO",
+        "gspo": f"{algorithms}.gspo:GSPO",
+        "gspo_token": f"{algorithms}.gspo_token:GSPOToken",
+        "reinforce_pp": f"{algorithms}.reinforce_pp:ReinforcePP",
+        "reinforce_pp_baseline": f"{algorithms}.reinforce_pp_baseline:ReinforcePPBaseline",
+        "rloo": f"{algorithms}.rloo:RLOO",
+        "sapo": f"{algorithms}.sapo:SAPO",
+        "sft": f"{algorithms}.sft:SFT",
+    }
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from relax_gym.algorithm import Algorithm, FloatArray, TrainedTokens
+from relax_gym.algorithm import Aggregation, Algorithm, FloatArray, TrainedTokens
 from relax_gym_trainers.functional import group_normalise, ppo_clip_loss
 
 if TYPE_CHECKING:
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 class GRPO(Algorithm):
     """Group Relative Policy Optimization (Shao et al. 2024, arXiv:2402.03300).
 
-    ρ = (R − mean) / (std + 1e-6) over the group; L = max(−rρ, −clip(r)ρ) for each token.
+    A_i = (R_i − mean R) / (std R + 1e-6) over the group; L = max(−rA, −clip(r, 1 − ε_low, 1 + ε_high)A) for each token;
+    mean over samples of the mean over tokens. The paper adds a k3 loss of weight 0.04: set kl_coef.
     """
 
+    aggregation: Aggregation = "seq-mean-token-mean"
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is not pushed below 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="nor above 1 + clip_high")
     dual_clip: float | None = Field(None, gt=1, description="most loss of a token with A < 0, in units of |A|; off")

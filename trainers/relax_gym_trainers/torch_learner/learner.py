@@ -16,6 +16,7 @@ from torch import Tensor
 from relax_gym.algorithm import Algorithm
 from relax_gym.config import plugin_options
 from relax_gym.context import RunContext
+from relax_gym.credit import subtract_kl
 from relax_gym.errors import RunFolderError
 from relax_gym.learner import Learner
 from relax_gym.plugins import plugins
@@ -30,6 +31,7 @@ from relax_gym_trainers.torch_learner.update import (
     Tally,
     accumulate_imitation_gradient,
     accumulate_policy_gradient,
+    kl_by_sample,
     plan,
     score_all,
 )
@@ -78,7 +80,7 @@ class TorchLearner(Learner):
         self._imitation: torch.optim.AdamW | None = None
         self._reference: list[Tensor] = []
         self._reference_moved = False
-        if self.algorithm.kl_coef:
+        if self.algorithm.needs_reference:
             self._take_reference()
 
     def step(self, batch: Batch) -> Metrics:
@@ -91,8 +93,9 @@ class TorchLearner(Learner):
             of the batch, `padded_tokens` that one epoch's forward passes compute, pads included, and
             `prefix_saved_tokens` that they need not, thanks to shared prompts. When something was trained also, as
             means over its tokens: `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with
-            an advantage that the algorithm gave no gradient), `kl` to the reference if there is one; and, for the first
-            update, the gap between learner and sampler: `logprob_diff_mean`, `logprob_diff_max`, `logprob_diff_k3`.
+            an advantage that the algorithm gave no gradient), `kl` to the reference with a KL loss, `kl_reward` with KL
+            in the reward, `correction_weight` and `correction_dropped` with an off-policy correction; and, for the
+            first update, the gap between learner and sampler: `logprob_diff_mean`, `_max`, `_k3`, `_clipped`.
 
         Raises:
             TrainingError: loss or gradient is not finite; the update that found it changed nothing.
@@ -100,9 +103,9 @@ class TorchLearner(Learner):
         started = time.perf_counter()
         self._leave_warmup()
         lr = learning_rate(self.options, self.version, self._total_steps)
-        parts = self._plan(batch)
-        old, reference = self._old_logprobs(parts), self._reference_logprobs(parts)
         tally, losses, norms = Tally(), list[float](), list[float]()
+        parts = self._plan(self._shape(batch.samples, tally))
+        old, reference = self._old_logprobs(parts), self._reference_logprobs(parts)
         for _ in range(self.options.epochs):
             for index, part in enumerate(parts):
                 self.optimizer.zero_grad()
@@ -215,12 +218,28 @@ class TorchLearner(Learner):
             pair_cost=self.policy.pair_cost,
         )
 
-    def _plan(self, batch: Batch) -> list[Part]:
+    def _shape(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
+        """The samples with the reward's share of KL in their advantages."""
+        if not self.algorithm.kl_reward_coef:
+            return samples
+        part = self._part(samples, skip_flat=False)
+        if self.algorithm.old_logprobs == "rollout":
+            logprobs = [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
+        else:
+            logprobs = score_all(self.policy, part.micro_batches)
+        with self._as_reference():
+            reference = score_all(self.policy, part.micro_batches)
+        kl = kl_by_sample(part, logprobs, reference, self.algorithm)
+        for values in kl.values():
+            tally.mean(kl_reward=torch.from_numpy(values))
+        return subtract_kl(samples, [kl.get(sample, np.zeros(0)) for sample in samples], self.algorithm)
+
+    def _plan(self, all_samples: Sequence[TrainingSample]) -> list[Part]:
         """One part for each optimizer update of an epoch; parts without anything to learn from are dropped."""
         flat_matters = self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
         parts = [
             self._part(samples, skip_flat=not flat_matters)
-            for samples in split_by_group(batch.samples, self.options.updates_per_step)
+            for samples in split_by_group(all_samples, self.options.updates_per_step)
         ]
         return [part for part in parts if part.micro_batches]
 
@@ -233,7 +252,7 @@ class TorchLearner(Learner):
         return [score_all(self.policy, part.micro_batches) for part in parts]
 
     def _reference_logprobs(self, parts: Sequence[Part]) -> list[list[Tensor] | None]:
-        if not self._reference:
+        if not self.algorithm.kl_coef:
             return [None for _ in parts]
         with self._as_reference():
             return [score_all(self.policy, part.micro_batches) for part in parts]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from relax_gym.errors import ModelError
 from relax_gym_trainers.torch_learner.packing import MicroBatch
+from relax_gym_trainers.torch_learner.replay import RouterReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -185,6 +186,7 @@ class Policy:
         if self.head is not None and not self._head_agrees():
             self.head = None
         self.share_prefix = share_prefix and self._attends_freely() and self._branches_agree()
+        self.replay = RouterReplay(model)
 
     @property
     def device(self) -> torch.device:
@@ -217,6 +219,7 @@ class Policy:
         """Log-prob and entropy (nats, at the temperature) of each trained token, [N] each, float32 or better."""
         for module in self._dropouts:
             module.training = torch.is_grad_enabled()
+        self.replay.use(batch, self.device)
         predictors = torch.from_numpy(batch.predictors).to(self.device)
         targets = torch.from_numpy(batch.targets).to(self.device)
         inputs = self._inputs(batch.ids, batch.positions, batch.segments, batch.branches)

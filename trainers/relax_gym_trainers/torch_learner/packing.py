@@ -24,6 +24,7 @@ from relax_gym.types import TrainingSample
 
 IntArray = NDArray[np.int64]
 PAD_SEGMENT = -1
+UNROUTED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +63,8 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     token_counts: IntArray
     real_tokens: int
+    members: tuple[TrainingSample, ...]
+    experts: NDArray[np.int32] | None
 
     @property
     def branches(self) -> bool:
@@ -197,7 +200,31 @@ def _collate(samples: Sequence[TrainingSample], rows: Sequence[Row]) -> MicroBat
         advantages=np.concatenate([m.advantages[mask] for m, mask in zip(members, trained, strict=True)]),
         token_counts=counts,
         real_tokens=sum(len(row) for row in rows),
+        members=tuple(members),
+        experts=_collate_experts(samples, rows, width),
     )
+
+
+def _collate_experts(samples: Sequence[TrainingSample], rows: Sequence[Row], width: int) -> NDArray[np.int32] | None:
+    """Experts where the tokens are; those of a shared prompt are its first sample's."""
+    shapes = {
+        given.shape[1:] for row in rows for index in row.members if (given := samples[index].routed_experts) is not None
+    }
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise TrainingError(f"routed experts have different [layers, top_k]: {sorted(shapes)}; use one sampler's")
+    out = np.full((len(rows), width, *shapes.pop()), UNROUTED, dtype=np.int32)
+    for line, row in zip(out, rows, strict=True):
+        for segment, index in enumerate(row.members, start=1):
+            given = samples[index].routed_experts
+            if given is None:
+                continue
+            here = row.segments == segment
+            if segment == 1:
+                here |= row.segments == 0
+            line[: len(row)][here] = given[row.positions[here]]
+    return out
 
 
 def _pad(arrays: Sequence[IntArray], width: int, value: int) -> IntArray:

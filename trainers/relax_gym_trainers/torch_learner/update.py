@@ -7,13 +7,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from relax_gym.algorithm import Algorithm, TrainedTokens
+from relax_gym.algorithm import Algorithm, FloatArray, TrainedTokens
 from relax_gym.errors import TrainingError
 from relax_gym.types import Metrics, TrainingSample
 from relax_gym_trainers.functional import kl_estimate, token_weights
+from relax_gym_trainers.objective import correction_weight, mismatch, policy_loss
 from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.optimizer import non_finite
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
@@ -79,6 +81,17 @@ def score_all(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tenso
         return [policy.score(batch)[0] for batch in micro_batches]
 
 
+def kl_by_sample(
+    part: Part, logprobs: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm
+) -> dict[TrainingSample, FloatArray]:
+    """For each sample the reward's KL to the reference at each of its trained tokens, float64 [trained_tokens]."""
+    out: dict[TrainingSample, FloatArray] = {}
+    for batch, new, ref in zip(part.micro_batches, logprobs, reference, strict=True):
+        kl = kl_estimate(new.to(ref), ref, algorithm.kl_reward_estimator).double().cpu().numpy()
+        out |= zip(batch.members, np.split(kl, np.cumsum(batch.token_counts)[:-1]), strict=True)
+    return out
+
+
 def accumulate_policy_gradient(
     policy: Policy,
     algorithm: Algorithm,
@@ -123,7 +136,7 @@ def accumulate_policy_gradient(
             _backward(policy, logprobs, entropy, grad, -algorithm.entropy_coef * weights)
             tally.mean(entropy=entropy.detach())
             if first:
-                _compare(logprobs.detach(), rollout, tally)
+                _compare(algorithm, logprobs.detach(), rollout, tally)
     return total
 
 
@@ -144,10 +157,13 @@ def _loss(
 ) -> tuple[float, Tensor]:
     """The policy and KL loss, and its gradient against the log-probs, [N]."""
     with torch.autocast(weights.device.type, enabled=False):
-        loss = (weights * algorithm.token_loss(tokens)).sum()
+        loss = (weights * policy_loss(algorithm, tokens)).sum()
         (grad,) = torch.autograd.grad(loss, tokens.logprobs)
         judged = tokens.advantages != 0
         tally.mean(ratio_mean=tokens.ratio.detach(), clip_fraction=(grad == 0)[judged])
+        if algorithm.correction != "none" or algorithm.sequence_mask_delta is not None:
+            weight = correction_weight(algorithm, tokens)
+            tally.mean(correction_weight=weight, correction_dropped=weight == 0)
         if reference is not None:
             kl = kl_estimate(tokens.logprobs, reference, algorithm.kl_estimator)
             tally.mean(kl=kl.detach())
@@ -165,10 +181,10 @@ def _backward(policy: Policy, logprobs: Tensor, entropy: Tensor, grad: Tensor, g
         torch.autograd.backward(outputs, grads)
 
 
-def _compare(logprobs: Tensor, rollout: Tensor, tally: Tally) -> None:
-    difference = (logprobs - rollout).abs()
-    tally.mean(logprob_diff_mean=difference, logprob_diff_k3=kl_estimate(rollout, logprobs, "k3"))
-    tally.maximum("logprob_diff_max", difference)
+def _compare(algorithm: Algorithm, logprobs: Tensor, rollout: Tensor, tally: Tally) -> None:
+    gaps = mismatch(algorithm, logprobs, rollout)
+    tally.mean(**{f"logprob_diff_{name}": value for name, value in gaps.items()})
+    tally.maximum("logprob_diff_max", gaps["mean"])
 
 
 def accumulate_imitation_gradient(policy: Policy, part: Part, *, step: int) -> float:
