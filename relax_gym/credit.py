@@ -13,6 +13,8 @@ from relax_gym.registry import load
 from relax_gym.trajectory import to_samples, with_advantage
 from relax_gym.types import Group, TrainingSample, Trajectory
 
+UNSCORED = "unscored"
+
 
 def drop_reason(group: Group, algorithm: Algorithm) -> str | None:
     """Why a group is not worth training on, judged by its raw rewards; None when it is.
@@ -22,7 +24,7 @@ def drop_reason(group: Group, algorithm: Algorithm) -> str | None:
     """
     scored = group.rewards[~np.isnan(group.rewards)]
     if scored.size == 0:
-        return "unscored"
+        return UNSCORED
     if algorithm.filter_zero_variance and np.ptp(scored) == 0:
         return "zero_variance"
     if algorithm.filter_mean_range is not None:

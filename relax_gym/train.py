@@ -15,7 +15,7 @@ from pathlib import Path
 from relax_gym.build import Parts, build_learner, build_parts, build_trackers
 from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
-from relax_gym.credit import assign_credit, drop_reason
+from relax_gym.credit import UNSCORED, assign_credit, drop_reason
 from relax_gym.curve import draw_curve
 from relax_gym.errors import RelaxGymError, TrainingError
 from relax_gym.evaluate import evaluate
@@ -84,6 +84,7 @@ class Trainer:
         self._evaluations: list[tuple[int, Metrics]] = []
         self._metrics: Metrics = {}
         self._empty_steps = 0
+        self._last_error = ""
         self._loop_lag = 0.0
         self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
@@ -168,6 +169,7 @@ class Trainer:
 
     def _episode_ended(self, step: int, evaluation: bool, trajectory: Trajectory) -> None:
         if trajectory.error is not None:
+            self._last_error = trajectory.error.message
             log.warning(
                 "env %s, seed %d, turn %d: %s\n%s",
                 trajectory.error.env_id,
@@ -201,7 +203,8 @@ class Trainer:
         clock.lap("rollout_wait")
         samples = assign_credit(groups, self._parts.algorithm)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        self._check_trainable(step, samples, trajectories)
+        dropped = self._dropped.pop(step + 1, Counter[str]())
+        self._check_trainable(step, samples, dropped)
         batch = Batch(version=step, samples=samples)
         self._hook.on_batch(batch=batch)
         learner = await self._thread.call(self._learner.step, batch)
@@ -215,7 +218,7 @@ class Trainer:
             **staleness_metrics(samples, step),
             **{f"learner/{key}": value for key, value in learner.items()},
             **self._engine_metrics(),
-            **{f"queue/dropped_{reason}": count for reason, count in self._dropped.pop(step + 1, {}).items()},
+            **{f"queue/dropped_{reason}": count for reason, count in dropped.items()},
             "queue/empty_slots": self._config.train.groups_per_step - len(groups),
             **clock.metrics(batch.trained_tokens),
         }
@@ -234,18 +237,19 @@ class Trainer:
             self._hook.on_checkpoint(step=step, folder=folder)
         await self._queue.advance(step)
 
-    def _check_trainable(self, step: int, samples: list[TrainingSample], trajectories: list[Trajectory]) -> None:
-        if any(sample.trained_tokens for sample in samples):
+    def _check_trainable(self, step: int, samples: list[TrainingSample], dropped: Counter[str]) -> None:
+        """Silence is not progress: end the run when nothing trainable comes back, unless a filter wanted it so."""
+        filtered = dropped.keys() - {UNSCORED}
+        if filtered or any(sample.trained_tokens for sample in samples):
             self._empty_steps = 0
             return
         self._empty_steps += 1
         limit = self._config.train.max_empty_steps
         if self._empty_steps < limit:
             return
-        errors = [t.error.message for t in trajectories if t.error is not None]
         raise TrainingError(
             f"{limit} steps in a row without one trainable token, the last at step {step + 1}"
-            + (f"; the first error there: {errors[0]}" if errors else "")
+            + (f"; the last error of an episode: {self._last_error}" if self._last_error else "")
             + "; look at the episodes with `relax-gym view`, raise train.max_empty_steps if this is expected"
         )
 
