@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_gym.algorithm import Algorithm
 from relax_gym.chat import ChatRenderer
-from relax_gym.config import PluginSection, RunConfig, plugin_options
+from relax_gym.config import PluginSection, RunConfig, load_algorithms, plugin_options
 from relax_gym.context import RunContext, Tracker
 from relax_gym.learner import Learner
 from relax_gym.models import load_tokenizer, resolve_model
@@ -28,7 +28,7 @@ class Parts:
     context: RunContext
     renderer: ChatRenderer
     tasks: TaskSource
-    algorithm: Algorithm
+    algorithms: tuple[Algorithm, ...]
     rewards: tuple[WeightedReward, ...]
     sampler: Sampler
 
@@ -59,16 +59,10 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
         context=context,
         renderer=ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(path)),
         tasks=tasks,
-        algorithm=build_algorithm(config),
+        algorithms=load_algorithms(config),
         rewards=build_rewards(config),
         sampler=sampler,
     )
-
-
-def build_algorithm(config: RunConfig) -> Algorithm:
-    """The algorithm named in the config with its options."""
-    options: type[Algorithm] = plugins().get("algorithm", config.algorithm.name)
-    return plugin_options(config.algorithm, options, source="config", key="algorithm")
 
 
 def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:

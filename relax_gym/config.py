@@ -5,11 +5,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from relax_gym.errors import ConfigError, RelaxGymError, suggestion
+
+if TYPE_CHECKING:
+    from relax_gym.algorithm import Algorithm
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -73,7 +76,9 @@ class EnvConfig(Section):
     id: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
     eval_kwargs: dict[str, Any] = Field(default_factory=dict, description="replace some kwargs in evaluation")
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, description="share of the groups, relative to the other envs")
+    algorithm: AlgorithmSection | None = Field(None, description="for this env's episodes, instead of [algorithm]")
+    loss_weight: float = Field(1.0, gt=0, description="factor of the loss of this env's tokens")
 
 
 class RewardConfig(Section):
@@ -220,6 +225,25 @@ def plugin_options(section: PluginSection, model: type[ModelT], *, source: str, 
     return validate(model, section.options, source=source, prefix=key)
 
 
+def load_algorithms(config: RunConfig, *, source: str = "config") -> tuple[Algorithm, ...]:
+    """The algorithm of each `[[env]]`, in their order: its own, or the run's.
+
+    Raises:
+        UnknownNameError, ConfigError: no such algorithm, or options it does not take.
+    """
+    from relax_gym.plugins import plugins
+
+    def build(section: AlgorithmSection, key: str) -> Algorithm:
+        options: type[Algorithm] = plugins().get("algorithm", section.name)
+        return plugin_options(section, options, source=source, key=key)
+
+    common = build(config.algorithm, "algorithm")
+    return tuple(
+        build(env.algorithm, f"env.{index}.algorithm") if env.algorithm else common
+        for index, env in enumerate(config.env)
+    )
+
+
 def validate(model: type[ModelT], data: Mapping[str, Any], *, source: str, prefix: str = "") -> ModelT:
     """Build a pydantic model; on bad input raise ConfigError with one line for each fault."""
     try:
@@ -299,10 +323,9 @@ def _check_plugins(config: RunConfig, source: str) -> None:
             check_kwargs("env", env.id, found.load(), {**found.kwargs, **env.kwargs})
         for reward in config.reward:
             check_kwargs("reward", reward.name, table.get("reward", reward.name), reward.kwargs)
-        algorithm = plugin_options(
-            config.algorithm, table.get("algorithm", config.algorithm.name), source=source, key="algorithm"
-        )
-        algorithm.check_run(config)
+        algorithms = load_algorithms(config, source=source)
+        for algorithm in algorithms:
+            algorithm.check_run(config)
         sections = [("sampler", config.sampler), ("learner", config.learner)]
         for kind, section in [*sections, *(("tracker", tracker) for tracker in config.trackers)]:
             component = table.get(kind, section.name)
@@ -310,7 +333,9 @@ def _check_plugins(config: RunConfig, source: str) -> None:
     except RelaxGymError as error:
         message = str(error)
         raise ConfigError(message if message.startswith(source) else f"{source}: {message}") from error
-    if config.train.group_size == 1 and algorithm.needs_group:
-        raise ConfigError(
-            f"{source}: train.group_size = 1: {config.algorithm.name} compares the episodes of a group; give 2 or more"
-        )
+    for algorithm in algorithms:
+        if config.train.group_size == 1 and algorithm.needs_group:
+            raise ConfigError(
+                f"{source}: train.group_size = 1: {type(algorithm).__name__} compares the episodes of a group; "
+                "give 2 or more"
+            )

@@ -44,11 +44,22 @@ def drop_reason(group: Group, algorithm: Algorithm) -> str | None:
     return reason
 
 
-def assign_credit(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainingSample]:
+def assign_credit(groups: Sequence[Group], algorithms: Sequence[Algorithm]) -> list[TrainingSample]:
     """All samples of the global batch; an episode's (or turn's) advantage stands at each of its trained tokens.
 
-    With `kl_reward_coef` only the learner, who has the reference model, can finish them: see `subtract_kl`.
+    `algorithms` has one for each `[[env]]`. What an algorithm does over the whole batch, it does over all samples of
+    the envs that share it. With `kl_reward_coef` only the learner, who has the reference model, can finish the
+    advantages: see `subtract_kl`.
     """
+    samples: list[TrainingSample] = []
+    for algorithm in {id(algorithm): algorithm for algorithm in algorithms}.values():
+        own = [group for group in groups if algorithms[group.mixture] is algorithm]
+        samples += _assign_credit(own, algorithm)
+    order = {group.group_id: index for index, group in enumerate(groups)}
+    return sorted(samples, key=lambda sample: order[sample.group_id])
+
+
+def _assign_credit(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainingSample]:
     pairs = [pair for group in groups for pair in _credit_group(group, algorithm)]
     samples, advantages = [sample for sample, _ in pairs], [values for _, values in pairs]
     if not algorithm.kl_reward_coef:

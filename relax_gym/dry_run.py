@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_gym.build import build_algorithm, build_rewards
+from relax_gym.build import build_rewards
 from relax_gym.chat import ChatRenderer
-from relax_gym.config import RunConfig, dump_config
+from relax_gym.config import RunConfig, dump_config, load_algorithms
 from relax_gym.env import Env
 from relax_gym.models import load_tokenizer, resolve_model
 from relax_gym.rollout import Limits, rollout
@@ -71,7 +71,7 @@ def dry_run(config: RunConfig) -> DryRunReport:
     Raises:
         RelaxGymError: what the run itself would raise before its first episode.
     """
-    build_algorithm(config)
+    load_algorithms(config)
     tasks = _first_tasks(config)
     path = resolve_model(config.model)
     model = _model_facts(config, path)

@@ -59,17 +59,18 @@ class TaskSource:
             seed=seed,
             kwargs=env.config.kwargs,
             options=self._row(env.train_rows, index, count, seed if attempt else None),
+            mixture=index,
         )
 
     def eval_tasks(self) -> list[Task]:
         """The held-out tasks, the same ones at every evaluation."""
         tasks = []
-        for env in self._mixture:
+        for mixture, env in enumerate(self._mixture):
             kwargs = {**env.config.kwargs, **env.config.eval_kwargs}
             for index in range(self._eval_episodes):
                 seed = EVAL_SEEDS + derive_seed("eval", env.config.id, index)
                 options = env.eval_rows[index % len(env.eval_rows)] if env.eval_rows else None
-                tasks.append(Task(env_id=env.config.id, seed=seed, kwargs=kwargs, options=options))
+                tasks.append(Task(env_id=env.config.id, seed=seed, kwargs=kwargs, options=options, mixture=mixture))
         return tasks
 
     def _load(self, env: EnvConfig) -> _Mixed:

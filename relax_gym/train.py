@@ -140,7 +140,7 @@ class Trainer:
         try:
             for attempt in range(replacements + 1):
                 group = await self._play_group(slot, attempt, sessions)
-                reason = drop_reason(group, self._parts.algorithm)
+                reason = drop_reason(group, self._parts.algorithms[group.mixture])
                 if reason is None:
                     return await self._queue.put(slot, group)
                 self._folder.add_group(self._step_of(slot), group, kind=reason)
@@ -201,7 +201,7 @@ class Trainer:
         clock = _Clock()
         groups = await self._queue.get(step)
         clock.lap("rollout_wait")
-        samples = assign_credit(groups, self._parts.algorithm)
+        samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         dropped = self._dropped.pop(step + 1, Counter[str]())
         self._check_trainable(step, samples, dropped)

@@ -66,6 +66,7 @@ def _sample(trajectory: Trajectory, group_id: str, number: int, turns: Sequence[
         turn_rewards=tuple(turn.reward or 0.0 for turn in turns),
         reward=trajectory.reward,
         stop_reason=trajectory.stop_reason,
+        mixture=trajectory.task.mixture,
         routed_experts=_join_experts(turns),
     )
 

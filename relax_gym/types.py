@@ -103,12 +103,16 @@ class EpisodeError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one group of episodes plays: env id, constructor kwargs, Gymnasium seed, reset options."""
+    """What one group of episodes plays: env id, constructor kwargs, Gymnasium seed, reset options.
+
+    `mixture` is the index of the `[[env]]` it comes from.
+    """
 
     env_id: str
     seed: int
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] | None = None
+    mixture: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +177,7 @@ class TrainingSample:
     turn_rewards: tuple[float, ...]
     reward: float | None
     stop_reason: StopReason
+    mixture: int = 0
     routed_experts: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
@@ -206,6 +211,11 @@ class Group:
     group_id: str
     slot: int
     trajectories: tuple[Trajectory, ...]
+
+    @property
+    def mixture(self) -> int:
+        """Index of the `[[env]]` its task comes from."""
+        return self.trajectories[0].task.mixture
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -127,7 +127,7 @@ BAD = {
     "unknown env": (("GuessNumber-v0", "GesNumber-v0"), [], ["unknown env", "mean 'relax_gym/GuessNumber-v0'?"]),
     "env argument": (("style =", "stile ="), [], ["takes no argument 'stile'", "did you mean 'style'?"]),
     "unknown reward": (('name = "env"', 'name = "enf"'), [], ["unknown reward 'enf'", "did you mean 'env'?"]),
-    "unknown algorithm": (('name = "grpo"', 'name = "gpro"'), [], ["unknown algorithm 'gpro'", "mean 'grpo'?"]),
+    "unknown algorithm": (('name = "grpo"', 'name = "grpoo"'), [], ["unknown algorithm 'grpoo'", "mean 'grpo'?"]),
     "unknown sampler": ((), ["--set", "sampler.name=lokal"], ["unknown sampler 'lokal'", "did you mean 'local'?"]),
     "unknown learner": (('name = "torch"', 'name = "troch"'), [], ["unknown learner 'troch'", "mean 'torch'?"]),
     "unknown tracker": ((), ["--set", 'trackers=[{name="tensorbord"}]'], ["unknown tracker", "mean 'tensorboard'?"]),

@@ -78,7 +78,7 @@ def test_dump_then_load_is_the_identity(seed: int, temperature: float, stop: lis
         ({"train__group_sise": 4}, "unknown key 'train.group_sise' (value 4); did you mean 'group_size'?"),
         ({"train__steps": "many"}, "train.steps = 'many': Input should be a valid integer"),
         ({"train__steps": -1}, "train.steps = -1: Input should be greater than or equal to 0"),
-        ({"train__group_size": 1}, "train.group_size = 1: grpo compares the episodes of a group; give 2 or more"),
+        ({"train__group_size": 1}, "train.group_size = 1: GRPO compares the episodes of a group; give 2 or more"),
         ({"rollout__temperature": 0}, "rollout.temperature = 0: Input should be greater than 0"),
         ({"rollout__temperature": -1.0}, "rollout.temperature = -1.0: Input should be greater than 0"),
         ({"rollout__top_p": 1.5}, "rollout.top_p = 1.5: Input should be less than or equal to 1"),

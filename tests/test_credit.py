@@ -2,14 +2,20 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from algorithm_cases import NAMES, build, episode, group, turn
 
-from relax_gym.credit import assign_credit, drop_reason, subtract_kl
+from relax_gym import credit
+from relax_gym.credit import drop_reason, subtract_kl
 from relax_gym.errors import TrainingError
 from relax_gym.types import Group
+
+
+def assign_credit(groups: Any, algorithm: Any) -> Any:
+    return credit.assign_credit(groups, (algorithm,))
 
 
 def of(*trajectories, id="g"):

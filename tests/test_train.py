@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import relax_gym
-from relax_gym.build import Parts, build_algorithm, build_rewards
+from relax_gym.build import Parts, build_rewards
 from relax_gym.chat import ChatRenderer
-from relax_gym.config import parse_config
+from relax_gym.config import load_algorithms, parse_config
 from relax_gym.context import RunContext
 from relax_gym.errors import SamplerError, TrainingError
 from relax_gym.plugins import plugins
@@ -77,7 +77,7 @@ def trainer(tmp_path: Path, script: Any, learner: Any = None, *, delay: int = 0,
         context=context,
         renderer=ChatRenderer(TOKENIZER, config.chat),
         tasks=TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes),
-        algorithm=build_algorithm(config),
+        algorithms=load_algorithms(config),
         rewards=build_rewards(config),
         sampler=ScriptedSampler(script, tokenizer=TOKENIZER, delay=delay),
     )
@@ -258,6 +258,20 @@ def test_k90_a_replacement_is_another_task_in_a_fresh_env(tmp_path: Path) -> Non
     assert len(groups) > 2
     assert len(set(groups.values())) == len(groups)
     assert len({e["episode_id"] for e in episodes}) == len(episodes)
+
+
+def test_each_env_of_a_mixture_may_have_its_own_algorithm(tmp_path: Path) -> None:
+    learner = RecordingLearner()
+    plain = {"id": "test/OneOrTwo-v0", "algorithm": {"name": "grpo", "scale": "none"}}
+    mixture = [plain, {"id": "test/OneOrTwo-v0", "weight": 2.0}]
+    run(trainer(tmp_path, half_a, learner, env=mixture, train={"steps": 1, "groups_per_step": 12}))
+    samples = learner.batches[0].samples
+    assert [s.group_id for s in samples] == [str(slot) for slot in range(12) for _ in range(4)]
+    for mixture_index, largest in ((0, 0.75), (1, 1.5)):
+        own = [float(s.advantages.max()) for s in samples if s.mixture == mixture_index and s.advantages.any()]
+        assert own
+        assert max(own) <= largest
+        assert mixture_index == 0 or max(own) > 0.75
 
 
 def test_k91_scoring_sees_the_last_turn_with_its_reward(tmp_path: Path) -> None:
