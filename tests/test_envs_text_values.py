@@ -76,10 +76,10 @@ PROBLEM = {"a": 30, "b": 14, "sign": "-"}
 def test_calculator_chat_prompt() -> None:
     observation, _ = relax_gym.make("relax_gym/CalculatorChat-v0").reset(seed=1)
     assert observation == [
-        {"role": "user", "content": "Bob has 30 hats and gets 14 more. How many hats?"},
-        {"role": "assistant", "content": "calc(30 + 14)"},
-        {"role": "user", "content": "44"},
-        {"role": "assistant", "content": "Answer: 44"},
+        {"role": "user", "content": "Bob has 52 hats and loses 17. How many hats?"},
+        {"role": "assistant", "content": "calc(52 - 17)"},
+        {"role": "user", "content": "35"},
+        {"role": "assistant", "content": "Answer: 35"},
         {"role": "user", "content": "Ann has 29 coins and gets 84 more. How many coins?"},
     ]
     lengths = [len(relax_gym.make("relax_gym/CalculatorChat-v0", shots=n).reset(seed=1)[0]) for n in range(4)]

@@ -24,7 +24,7 @@ class CalculatorChat(Env):
 
     Args:
         low, high: bounds of the numbers in the problem, both included, at least 0.
-        shots: worked examples before the question, 0 to 3, each four chat messages.
+        shots: worked examples before the question, 0 to 3, each four chat messages, drawn at random.
 
     A well-formed call gives 0.1 (anything else ends the episode with 0). Copying the result then gives 0.9 if the call
     was the right one and 0.1 if it was not. `info["correct"]` of the last step says whether the answer is right.
@@ -50,7 +50,9 @@ class CalculatorChat(Env):
         self.action_rng = random.Random(self.rng.getrandbits(64))
         self.result: int | None = None
         question = QUESTIONS[self.sign].format(name=name, a=self.a, b=self.b, things=things)
-        return [message for example in EXAMPLES[: self.shots] for message in _worked(*example)] + user(question), {}
+        # Drawn, not fixed: a model that copies the operator of the one example it always sees explores no other.
+        examples = self.rng.sample(EXAMPLES, self.shots)
+        return [message for example in examples for message in _worked(*example)] + user(question), {}
 
     def step(self, action: str) -> StepResult:
         """First the call, then the answer."""
