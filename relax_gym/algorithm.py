@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from relax_gym.config import RunConfig
+    from relax_gym.teacher import Distillation
 
 FloatArray = NDArray[np.float64]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -164,6 +165,11 @@ class Algorithm(BaseModel):
     def needs_reference(self) -> bool:
         """Whether the learner must keep the frozen initial model."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
+
+    @property
+    def distillation(self) -> Distillation | None:
+        """The teachers that learners draw the policy to, and how; None without."""
+        return None
 
     def shaped_rewards(self, group: Group) -> FloatArray:
         """Rewards that the advantages are made of, [G]; NaN where unscored. Filters look at the raw ones."""

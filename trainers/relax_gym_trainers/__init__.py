@@ -15,6 +15,7 @@ def register_algorithms() -> dict[str, str]:
         "grpo": f"{algorithms}.grpo:GRPO",
         "gspo": f"{algorithms}.gspo:GSPO",
         "gspo_token": f"{algorithms}.gspo_token:GSPOToken",
+        "opd": f"{algorithms}.opd:OPD",
         "reinforce_pp": f"{algorithms}.reinforce_pp:ReinforcePP",
         "reinforce_pp_baseline": f"{algorithms}.reinforce_pp_baseline:ReinforcePPBaseline",
         "rloo": f"{algorithms}.rloo:RLOO",

@@ -23,6 +23,7 @@ from relax_gym.plugins import plugins
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics, TrainingSample
 from relax_gym_trainers.torch_learner import model as models
+from relax_gym_trainers.torch_learner.distillation import distill_advantages, load_distiller
 from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.optimizer import apply_gradient, build_optimizer, learning_rate
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
@@ -74,6 +75,7 @@ class TorchLearner(Learner):
             chunk=options.logprob_chunk,
             share_prefix=options.share_prefix,
         )
+        self.distiller = load_distiller(self.algorithm.distillation, context, options, self.policy)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.parameters, options)
         self.version = 0
@@ -84,18 +86,17 @@ class TorchLearner(Learner):
             self._take_reference()
 
     def step(self, batch: Batch) -> Metrics:
-        """One step on the global batch. A batch without any policy gradient changes no weight.
-
-        With KL, the reference is the model as it was before the first step, i.e. after the warm-up if there was one.
+        """One step on the global batch. A batch without any gradient changes no weight. A KL is that to the model
+        as it was before the first step, i.e. after the warm-up if there was one.
 
         Returns:
             `loss`, `grad_norm` (before clipping; means over the updates), `lr`, `updates`, `seconds`; `trained_tokens`
-            of the batch, `padded_tokens` that one epoch's forward passes compute, pads included, and
-            `prefix_saved_tokens` that they need not, thanks to shared prompts. When something was trained also, as
-            means over its tokens: `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with
-            an advantage that the algorithm gave no gradient), `kl` to the reference with a KL loss, `kl_reward` with KL
-            in the reward, `correction_weight` and `correction_dropped` with an off-policy correction; and, for the
-            first update, the gap between learner and sampler: `logprob_diff_mean`, `_max`, `_k3`, `_clipped`.
+            of the batch, `padded_tokens` that one epoch's forward passes compute, pads included, `prefix_saved_tokens`
+            that they need not, thanks to shared prompts. When something was trained also, as means over its tokens:
+            `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with an advantage that the
+            algorithm gave no gradient), what KL, teachers and corrections add (`kl`, `kl_reward`, `opd_kl`,
+            `teacher_logprob`, `correction_weight`, `correction_dropped`); and, for the first update, the gap between
+            learner and sampler: `logprob_diff_mean`, `_max`, `_k3`, `_clipped`.
 
         Raises:
             TrainingError: loss or gradient is not finite; the update that found it changed nothing.
@@ -118,6 +119,7 @@ class TorchLearner(Learner):
                     tally=tally,
                     first=not losses,
                     step=self.version + 1,
+                    distiller=self.distiller,
                 )
                 losses.append(loss)
                 norms.append(self._apply(self.optimizer, lr))
@@ -203,6 +205,8 @@ class TorchLearner(Learner):
     def close(self) -> None:
         """Drop weights and optimizer state. Idempotent."""
         self.optimizer.state.clear()
+        if self.distiller is not None:
+            self.distiller.close()
         self._imitation, self._reference = None, []
         self.policy.model.to("meta")  # type: ignore[arg-type]
 
@@ -210,18 +214,29 @@ class TorchLearner(Learner):
         return apply_gradient(optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
 
     def _part(self, samples: Sequence[TrainingSample], *, skip_flat: bool) -> Part:
+        teaching = self.distiller
         return plan(
             samples,
             budget=self.options.micro_batch_tokens,
-            share_prefix=self.policy.share_prefix,
+            share_prefix=self.policy.share_prefix and (teaching is None or teaching.share_prefix),
             skip_flat=skip_flat,
             pair_cost=self.policy.pair_cost,
+            apart=None if teaching is None else teaching.owner,
         )
 
     def _shape(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
-        """The samples with the reward's share of KL in their advantages."""
-        if not self.algorithm.kl_reward_coef:
+        """The samples with what only the learner knows of their reward in their advantages: KL and teachers."""
+        if self.algorithm.kl_reward_coef:
+            samples = self._shape_by_reference(samples, tally)
+        if self.distiller is None or self.distiller.as_loss:
             return samples
+        scores = self.distiller.sampled(samples)
+        for sample, score in zip(samples, scores, strict=True):
+            gap = sample.logprobs[sample.loss_mask == 1] - score
+            tally.mean(opd_kl=torch.from_numpy(gap), teacher_logprob=torch.from_numpy(score))
+        return distill_advantages(samples, scores, weight=self.distiller.weight)
+
+    def _shape_by_reference(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
         part = self._part(samples, skip_flat=False)
         if self.algorithm.old_logprobs == "rollout":
             logprobs = [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
@@ -236,7 +251,8 @@ class TorchLearner(Learner):
 
     def _plan(self, all_samples: Sequence[TrainingSample]) -> list[Part]:
         """One part for each optimizer update of an epoch; parts without anything to learn from are dropped."""
-        flat_matters = self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
+        taught = self.distiller is not None and self.distiller.as_loss
+        flat_matters = taught or self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
         parts = [
             self._part(samples, skip_flat=not flat_matters)
             for samples in split_by_group(all_samples, self.options.updates_per_step)

@@ -54,11 +54,15 @@ class Head:
         return cls(weight=linear.weight, bias=linear.bias, scale=scale, softcap=softcap, temperature=temperature)
 
     def logits(self, raw: Tensor) -> tuple[Tensor, Tensor | float]:
-        """W h + b, [n, V] → a new tensor of logits in float32 or better, and their slope against W h + b."""
-        logits = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=True)
+        """W h + b, [n, V] → logits in float32 or better, and their slope against W h + b.
+
+        Leaves `raw` as it is; the logits are `raw` itself where they do not differ.
+        """
         slope = self.scale / self.temperature
+        same = self.softcap is None and slope == 1.0
+        logits = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=not same)
         if self.softcap is None:
-            return (logits if slope == 1.0 else logits.mul_(slope)), slope
+            return (logits if same else logits.mul_(slope)), slope
         capped = logits.mul_(self.scale / self.softcap).tanh_()
         return capped * (self.softcap / self.temperature), capped.square_().neg_().add_(1).mul_(slope)
 
@@ -66,7 +70,8 @@ class Head:
 class _HeadLogProbs(torch.autograd.Function):
     """(hidden [N, H], W [V, H], b [V]) → log-prob of the target and entropy, [N] each.
 
-    The logits exist for `chunk` tokens at a time and are computed again in backward.
+    The logits exist for `chunk` tokens at a time and are computed again in backward. It begins with the last chunk,
+    whose logits are still there.
     """
 
     @staticmethod
@@ -84,9 +89,10 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.head, ctx.dtype, ctx.chunk = head, dtype, chunk
         weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
         pieces = []
-        for rows in _slices(len(hidden), chunk):
-            raw = _linear(hidden_[rows], weight_, bias)
-            pieces += [_reduce(head.logits(raw[part])[0], targets[rows][part]) for part in _blocks(raw)]
+        for rows in slices(len(hidden), chunk):
+            ctx.raw = raw = None  # lets go of one chunk's logits before the next one's are there
+            ctx.raw = raw = linear(hidden_[rows], weight_, bias)
+            pieces += [_reduce(head.logits(raw[part])[0], targets[rows][part]) for part in blocks(raw)]
         logprobs, entropy, normaliser = (torch.cat(values) for values in zip(*pieces, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normaliser)
         return logprobs, entropy
@@ -99,47 +105,65 @@ class _HeadLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         values = (targets, entropy, normaliser, *grads)
-        for rows in _slices(len(hidden), ctx.chunk):
-            raw = _linear(hidden_[rows], weight_, bias)
-            here = _cut(values, rows)
-            for part in _blocks(raw):
-                logits, slope = ctx.head.logits(raw[part])
-                grad = _grad_logits(logits, *_cut(here, part)).mul_(slope)
-                raw[part] = grad
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0).to(grad_bias.dtype)
+        raw, ctx.raw = ctx.raw, None
+        for rows in reversed(slices(len(hidden), ctx.chunk)):
+            raw = linear(hidden_[rows], weight_, bias) if raw is None else raw
+            _differentiate(raw, ctx.head, cut(values, rows), grad_bias)
             grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight += raw.T @ hidden_[rows]
+                add_product(grad_weight, raw.T, hidden_[rows])
+            raw = None
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W h + b for each row, in the precision of `hidden` and `weight`."""
     return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
 
 
-def _cut(values: Sequence[Any], rows: slice) -> list[Any]:
+def _differentiate(raw: Tensor, head: Head, values: Sequence[Any], grad_bias: Tensor | None) -> None:
+    """Put the gradient of W h + b, [n, V], in its place, and add that of b to `grad_bias`."""
+    for part in blocks(raw):
+        block = raw[part]
+        logits, slope = head.logits(block)
+        grad = _grad_logits(logits, *cut(values, part)).mul_(slope)
+        block.copy_(grad)  # nothing to do where `grad` is `block`
+        if grad_bias is not None:
+            grad_bias += grad.sum(0).to(grad_bias.dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def cut(values: Sequence[Any], rows: slice) -> list[Any]:
+    """Those rows of each value that is not None."""
     return [None if value is None else value[rows] for value in values]
 
 
-def _slices(length: int, size: int) -> list[slice]:
+def slices(length: int, size: int) -> list[slice]:
+    """`length` rows in pieces of at most `size`."""
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
-def _blocks(raw: Tensor) -> list[slice]:
+def blocks(raw: Tensor) -> list[slice]:
     """Rows of [n, V] in pieces that stay in the cache while they are gone over several times."""
-    return _slices(len(raw), max(1, BLOCK_ELEMENTS // raw.shape[1]))
+    return slices(len(raw), max(1, BLOCK_ELEMENTS // raw.shape[1]))
 
 
 def _reduce(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy and log of the normaliser, [n, V] and [n] → [n] each. Overwrites `logits`."""
+    """Log-prob of the target, entropy and log of the normaliser, [n, V] and [n] → [n] each."""
     peak = logits.amax(-1, keepdim=True)
     chosen = logits.gather(-1, targets[:, None])
-    logits.sub_(peak)
-    weights = logits.exp()
+    shifted = logits - peak
+    weights = shifted.exp()
     total = weights.sum(-1)
     # A logit of -inf (a masked entry of the vocabulary) has weight 0 and adds nothing; 0 · -inf would be NaN.
-    mean = weights.mul_(logits.clamp_(min=MIN_LOGIT)).sum(-1) / total
+    mean = weights.mul_(shifted.clamp_(min=MIN_LOGIT)).sum(-1) / total
     normaliser = peak[:, 0] + total.log()
     return chosen[:, 0] - normaliser, total.log() - mean, normaliser
 
@@ -217,26 +241,48 @@ class Policy:
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy (nats, at the temperature) of each trained token, [N] each, float32 or better."""
+        return self.read(self.features(batch), torch.from_numpy(batch.targets).to(self.device))
+
+    def features(self, batch: MicroBatch) -> Tensor:
+        """What the head reads to predict each trained token, [N, H]; without a head of ours the bare logits, [N, V]."""
         for module in self._dropouts:
             module.training = torch.is_grad_enabled()
         self.replay.use(batch, self.device)
         predictors = torch.from_numpy(batch.predictors).to(self.device)
-        targets = torch.from_numpy(batch.targets).to(self.device)
         inputs = self._inputs(batch.ids, batch.positions, batch.segments, batch.branches)
-        if self.head is None:
-            rows = self.model(**inputs).logits.flatten(0, 1).index_select(0, predictors)
-            with torch.autocast(self.device.type, enabled=False):
-                logits = rows.to(torch.promote_types(rows.dtype, torch.float32)) / self.temperature
-                log_p = logits.log_softmax(-1)
+        out = self.model(**inputs).logits if self.head is None else self.backbone(**inputs).last_hidden_state
+        rows: Tensor = out.flatten(0, 1).index_select(0, predictors)
+        return rows
+
+    def read(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob of `targets` [N] and entropy, [N] each, from `features`."""
+        with torch.autocast(self.device.type, enabled=False):
+            if self.head is None:
+                log_p = self.logits(features).log_softmax(-1)
                 entropy = -(log_p.exp() * log_p.clamp(min=MIN_LOGIT)).sum(-1)
                 return log_p.gather(-1, targets[:, None])[:, 0], entropy
-        hidden = self.backbone(**inputs).last_hidden_state.flatten(0, 1).index_select(0, predictors)
-        head = self.head
-        with torch.autocast(self.device.type, enabled=False):
-            dtype = self.dtype if head.weight.dtype == torch.float32 else head.weight.dtype
-            arguments = (hidden, head.weight, head.bias, targets, head, dtype, self.chunk)
+            head = self.head
+            arguments = (features, head.weight, head.bias, targets, head, self.head_dtype, self.chunk)
             scored: tuple[Tensor, Tensor] = _HeadLogProbs.apply(*arguments)
             return scored
+
+    def raw_logits(self, features: Tensor) -> Tensor:
+        """What `logits` takes, [n, V], in the precision of the arithmetic. Call it for a few rows at a time."""
+        if self.head is None:
+            return features
+        return linear(features.to(self.head_dtype), self.head.weight.to(self.head_dtype), self.head.bias)
+
+    def logits(self, raw: Tensor) -> Tensor:
+        """Logits at the temperature, [n, V], float32 or better."""
+        if self.head is None:
+            return raw.to(torch.promote_types(raw.dtype, torch.float32)) / self.temperature
+        return self.head.logits(raw)[0]
+
+    @property
+    def head_dtype(self) -> torch.dtype:
+        """Precision of the head's matrix product."""
+        assert self.head is not None
+        return self.dtype if self.head.weight.dtype == torch.float32 else self.head.weight.dtype
 
     def _inputs(self, ids: Any, positions: Any, segments: Any, branches: bool) -> dict[str, Any]:
         ids = torch.from_numpy(ids).to(self.device)
@@ -267,7 +313,7 @@ class Policy:
         inputs = self._inputs(np.arange(1, 9)[None] % self.model.config.get_text_config().vocab_size, None, None, False)
         expected = self.model(**inputs).logits.float() / self.temperature
         hidden = self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype)
-        got, _ = self.head.logits(_linear(hidden, self.head.weight, self.head.bias))
+        got, _ = self.head.logits(linear(hidden, self.head.weight, self.head.bias))
         return got.shape == expected.shape and _close(got.float(), expected)
 
     @torch.no_grad()

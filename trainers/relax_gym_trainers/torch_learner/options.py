@@ -41,7 +41,7 @@ class TorchLearnerOptions(Options):
     share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
     freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
     lora: LoraOptions | None = None
-    logprob_chunk: int = Field(512, ge=1, description="tokens whose logits over the vocabulary exist at one time")
+    logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits over the vocabulary exist at one time")
 
     def check_run(self, config: RunConfig) -> None:
         """Every update of a step must get the same number of groups."""

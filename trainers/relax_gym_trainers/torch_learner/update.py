@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from relax_gym.errors import TrainingError
 from relax_gym.types import Metrics, TrainingSample
 from relax_gym_trainers.functional import kl_estimate, token_weights
 from relax_gym_trainers.objective import correction_weight, mismatch, policy_loss
+from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.optimizer import non_finite
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
@@ -32,15 +33,29 @@ class Part:
 
 
 def plan(
-    samples: Sequence[TrainingSample], *, budget: int, share_prefix: bool, skip_flat: bool, pair_cost: float = 0.0
+    samples: Sequence[TrainingSample],
+    *,
+    budget: int,
+    share_prefix: bool,
+    skip_flat: bool,
+    pair_cost: float = 0.0,
+    apart: Callable[[TrainingSample], object] | None = None,
 ) -> Part:
     """Pack samples for one update. `skip_flat` leaves out samples all of whose advantages are 0: no policy gradient.
 
-    What is left out still counts in the totals, so skipping changes time, not the gradient.
+    What is left out still counts in the totals, so skipping changes time, not the gradient. Samples of which `apart`
+    says different things are never in one micro-batch.
     """
     trained = [sample for sample in samples if sample.trained_tokens]
     used = [s for s in trained if not skip_flat or s.advantages[s.loss_mask.astype(bool)].any()]
-    micro_batches = pack(used, budget=budget, share_prefix=share_prefix, pair_cost=pair_cost)
+    kinds: dict[object, list[TrainingSample]] = {}
+    for sample in used:
+        kinds.setdefault(apart(sample) if apart else None, []).append(sample)
+    micro_batches = [
+        batch
+        for kind in kinds.values()
+        for batch in pack(kind, budget=budget, share_prefix=share_prefix, pair_cost=pair_cost)
+    ]
     alone = sum(int(sample.loss_mask.nonzero()[0][-1]) for sample in used)
     return Part(
         micro_batches=micro_batches,
@@ -102,20 +117,22 @@ def accumulate_policy_gradient(
     tally: Tally,
     first: bool,
     step: int,
+    distiller: Distiller | None = None,
 ) -> float:
     """Add the gradient of the update's loss to `.grad` and return the loss.
 
     `old` are the log-probs the ratio is taken against, None for the policy as it is now; `reference` those of the
     frozen model, None without KL; one tensor for each micro-batch. `first` says that the weights still are those of the
-    batch's version, so that what the sampler reported can be compared with what the learner computes.
+    batch's version, so that what the sampler reported can be compared with what the learner computes. With a
+    `distiller` no micro-batch may hold samples of two teachers.
 
     Raises:
-        TrainingError: the loss is not finite.
+        TrainingError: the loss is not finite, or a teacher's scores are missing.
     """
     total = 0.0
     with policy.autocast():
         for index, batch in enumerate(part.micro_batches):
-            logprobs, entropy = policy.score(batch)
+            logprobs, terms = _score(policy, algorithm, distiller, batch, tally)
             rollout = torch.from_numpy(batch.logprobs).to(logprobs)
             # The loss is a function of [N] numbers: differentiated apart from the model, its pieces can be looked at.
             leaf = logprobs.detach().requires_grad_()
@@ -129,15 +146,29 @@ def accumulate_policy_gradient(
             )
             weights = _weights(algorithm, part, batch).to(logprobs)
             loss, grad = _loss(algorithm, tokens, weights, None if reference is None else reference[index], tally)
-            loss -= algorithm.entropy_coef * (weights * entropy.detach()).sum().item()
+            loss += sum(factor * (weights * value.detach()).sum().item() for value, factor in terms)
             if not math.isfinite(loss):
                 raise TrainingError(non_finite("loss", loss, step))
             total += loss
-            _backward(policy, logprobs, entropy, grad, -algorithm.entropy_coef * weights)
-            tally.mean(entropy=entropy.detach())
+            _backward(policy, [(logprobs, grad), *((value, factor * weights) for value, factor in terms)])
             if first:
                 _compare(algorithm, logprobs.detach(), rollout, tally)
     return total
+
+
+def _score(
+    policy: Policy, algorithm: Algorithm, distiller: Distiller | None, batch: MicroBatch, tally: Tally
+) -> tuple[Tensor, list[tuple[Tensor, float]]]:
+    """Log-probs [N], and what else of each token is in the loss, [N], with its factor."""
+    if distiller is None or not distiller.as_loss:
+        logprobs, entropy = policy.score(batch)
+        terms = []
+    else:
+        logprobs, entropy, kl, teacher = distiller.score(policy, batch)
+        tally.mean(opd_kl=kl.detach(), teacher_logprob=teacher)
+        terms = [(kl, distiller.weight)]
+    tally.mean(entropy=entropy.detach())
+    return logprobs, [*terms, (entropy, -algorithm.entropy_coef)]
 
 
 def _weights(algorithm: Algorithm, part: Part, batch: MicroBatch) -> Tensor:
@@ -173,12 +204,11 @@ def _loss(
     return loss.item(), grad
 
 
-def _backward(policy: Policy, logprobs: Tensor, entropy: Tensor, grad: Tensor, grad_entropy: Tensor) -> None:
-    outputs, grads = [logprobs], [grad]
-    if grad_entropy.any():
-        outputs, grads = [logprobs, entropy], [grad, grad_entropy]
+def _backward(policy: Policy, outputs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Backward from tensors with their gradients, but not through what has none."""
+    used = [pair for pair in outputs if pair[1].any()] or outputs[:1]
     with torch.autocast(policy.device.type, enabled=False):
-        torch.autograd.backward(outputs, grads)
+        torch.autograd.backward([output for output, _ in used], [grad for _, grad in used])
 
 
 def _compare(algorithm: Algorithm, logprobs: Tensor, rollout: Tensor, tally: Tally) -> None:
@@ -196,11 +226,11 @@ def accumulate_imitation_gradient(policy: Policy, part: Part, *, step: int) -> f
     total = 0.0
     with policy.autocast():
         for batch in part.micro_batches:
-            logprobs, entropy = policy.score(batch)
+            logprobs, _ = policy.score(batch)
             loss = -logprobs.detach().sum().item() / part.total_tokens
             if not math.isfinite(loss):
                 raise TrainingError(non_finite("imitation loss", loss, step))
             total += loss
             uniform = torch.full_like(logprobs, -1 / part.total_tokens)
-            _backward(policy, logprobs, entropy, uniform, torch.zeros_like(entropy))
+            _backward(policy, [(logprobs, uniform)])
     return total

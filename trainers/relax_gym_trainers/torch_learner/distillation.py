@@ -1,0 +1,136 @@
+"""The teachers of a run, and what the torch learner asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_gym.algorithm import FloatArray
+from relax_gym.config import ModelConfig
+from relax_gym.context import RunContext
+from relax_gym.errors import ConfigError
+from relax_gym.models import resolve_model
+from relax_gym.teacher import Distillation, Teacher, checked_scores
+from relax_gym.trajectory import with_advantage
+from relax_gym.types import TrainingSample
+from relax_gym_trainers.functional import append_tail, distilled_advantages, divergence
+from relax_gym_trainers.torch_learner.divergence import FullVocabulary, Target, TopTokens, compare_all
+from relax_gym_trainers.torch_learner.logprobs import Policy
+from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.packing import MicroBatch
+from relax_gym_trainers.torch_learner.teacher import FrozenTeacher, load_teacher
+
+
+class Distiller:
+    """The teachers of one algorithm: one for each env, or one for all."""
+
+    def __init__(self, distillation: Distillation, teachers: Mapping[str, Teacher], *, temperature: float) -> None:
+        """`teachers` are by model name; `temperature` is the policy's.
+
+        Raises:
+            ConfigError: whole vocabularies are to be compared, and a teacher's logits are not here.
+        """
+        self.weight = distillation.weight
+        self.as_loss = distillation.level == "loss"
+        self._distillation = distillation
+        self._teachers = teachers
+        self._temperature = temperature
+        self._form = partial(divergence, form=distillation.form, alpha=distillation.jsd_alpha)
+        here = all(isinstance(teacher, FrozenTeacher) for teacher in teachers.values())
+        if self.as_loss and not distillation.top_k and not here:
+            raise ConfigError(
+                "algorithm.top_k = 0 compares whole vocabularies, for which a teacher must be a model in the learner's "
+                "process; give a top_k, or level = 'reward'"
+            )
+
+    @property
+    def share_prefix(self) -> bool:
+        """Whether every teacher in the process takes micro-batches whose rows share a prompt."""
+        frozen = [teacher for teacher in self._teachers.values() if isinstance(teacher, FrozenTeacher)]
+        return all(teacher.policy.share_prefix for teacher in frozen)
+
+    def owner(self, sample: TrainingSample) -> str:
+        """Name of the sample's teacher. Samples of two must not share a micro-batch."""
+        return self._distillation.teacher_of(sample.env_id)
+
+    def sampled(self, samples: Sequence[TrainingSample]) -> list[FloatArray]:
+        """The teachers' log-probs of each sample's trained tokens, [trained_tokens] each."""
+        found: dict[TrainingSample, FloatArray] = {}
+        for name in dict.fromkeys(self.owner(sample) for sample in samples):
+            own = [sample for sample in samples if self.owner(sample) == name]
+            scores = checked_scores(self._teachers[name], own, temperature=self._temperature, top_k=0)
+            found |= {s: score.logprobs.astype(np.float64) for s, score in zip(own, scores, strict=True)}
+        return [found[sample] for sample in samples]
+
+    def score(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-prob and entropy under the policy, its divergence from the teacher, the teacher's log-prob; [N] each.
+
+        The last is a constant.
+        """
+        target = self._target(batch, policy.device)
+        features = policy.features(batch)
+        logprobs, entropy = policy.read(features, torch.from_numpy(batch.targets).to(policy.device))
+        return logprobs, entropy, *compare_all(policy, features, target)
+
+    def _target(self, batch: MicroBatch, device: torch.device) -> Target:
+        """What a micro-batch's teacher says about its trained tokens."""
+        teacher = self._teachers[self.owner(batch.members[0])]
+        top_k = self._distillation.top_k
+        if not top_k:
+            assert isinstance(teacher, FrozenTeacher)
+            targets = torch.from_numpy(batch.targets).to(device)
+            features = teacher.features(batch)
+            return FullVocabulary(teacher=teacher.policy, features=features, targets=targets, form=self._form)
+        scores = checked_scores(teacher, batch.members, temperature=self._temperature, top_k=top_k)
+
+        def join(name: str) -> Tensor:
+            return torch.from_numpy(np.concatenate([getattr(score, name) for score in scores])).to(device)
+
+        top = append_tail(join("top_logprobs"))
+        return TopTokens(ids=join("top_ids"), top=top, logprobs=join("logprobs"), form=self._form)
+
+    def close(self) -> None:
+        """Close the teachers."""
+        for teacher in self._teachers.values():
+            teacher.close()
+
+
+def load_distiller(
+    distillation: Distillation | None, context: RunContext, options: TorchLearnerOptions, student: Policy
+) -> Distiller | None:
+    """The distiller of an algorithm with its teachers loaded, each once; None without distillation.
+
+    Raises:
+        ModelError: a teacher cannot be found, or does not fit the model.
+    """
+    if distillation is None:
+        return None
+    config = context.config
+    trust = config.model.trust_remote_code
+    teachers = {
+        name: load_teacher(
+            resolve_model(ModelConfig(name=name, trust_remote_code=trust)),
+            student=student,
+            tokenizer=context.tokenizer,
+            options=options,
+            trust_remote_code=trust,
+        )
+        for name in distillation.names
+    }
+    return Distiller(distillation, teachers, temperature=config.rollout.temperature)
+
+
+def distill_advantages(
+    samples: Sequence[TrainingSample], scores: Sequence[FloatArray], *, weight: float
+) -> list[TrainingSample]:
+    """The samples with the teachers' reward in their advantages; `scores` are `Distiller.sampled`."""
+    out = []
+    for sample, score in zip(samples, scores, strict=True):
+        on = sample.loss_mask == 1
+        own, rollout = (values[on].astype(np.float64) for values in (sample.advantages, sample.logprobs))
+        out.append(with_advantage(sample, distilled_advantages(own, rollout, score, weight=weight)))
+    return out

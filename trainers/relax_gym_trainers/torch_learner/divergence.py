@@ -1,0 +1,142 @@
+"""Divergence of the policy from a teacher, without ever holding the logits of all tokens, of neither of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from relax_gym_trainers.functional import select_with_tail
+from relax_gym_trainers.torch_learner.logprobs import Head, Policy, blocks, cut, linear, slices
+
+Form = Callable[[Tensor, Tensor], Tensor]
+"""Log-probs of policy and teacher, [n, V] each → divergence [n]."""
+
+
+class Target(Protocol):
+    """What a teacher says about N tokens."""
+
+    def rows(self, rows: slice) -> list[Tensor]:
+        """What `compare` needs to know of those tokens, each with one row for each."""
+        ...
+
+    def compare(self, logprobs: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """The policy's log-probs of n tokens, [n, V] → divergence and the teacher's log-prob of the token, [n] each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FullVocabulary:
+    """A teacher's `features` [N, H] of tokens `targets` [N]; its logits exist only for the rows asked for."""
+
+    teacher: Policy
+    features: Tensor
+    targets: Tensor
+    form: Form
+
+    def rows(self, rows: slice) -> list[Tensor]:
+        """The teacher's raw logits, and the tokens."""
+        return [self.teacher.raw_logits(self.features[rows]), self.targets[rows]]
+
+    def compare(self, logprobs: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the whole vocabulary."""
+        raw, targets = given
+        log_q = self.teacher.logits(raw).log_softmax(-1)
+        return self.form(logprobs, log_q.to(logprobs)), log_q.gather(-1, targets[:, None])[:, 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopTokens:
+    """A teacher's likeliest tokens: `ids` [N, K], `top` [N, K + 1] with the tail, `logprobs` [N] of the sampled one."""
+
+    ids: Tensor
+    top: Tensor
+    logprobs: Tensor
+    form: Form
+
+    def rows(self, rows: slice) -> list[Tensor]:
+        """Their part of each."""
+        return [self.ids[rows], self.top[rows], self.logprobs[rows]]
+
+    def compare(self, logprobs: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the top, and the rest as one."""
+        ids, top, sampled = given
+        return self.form(select_with_tail(logprobs, ids), top.to(logprobs)), sampled
+
+
+def compare_all(policy: Policy, features: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    """Divergence of each token, [N], differentiable in `features` (see `Policy.features`) and the head; the teacher's
+    log-prob of it, [N], a constant.
+    """
+    head = policy.head
+    with torch.autocast(policy.device.type, enabled=False):
+        if head is None:  # then the logits of all tokens exist anyway
+            pieces = [
+                target.compare(policy.logits(features[rows]).log_softmax(-1), *target.rows(rows))
+                for rows in slices(len(features), policy.chunk)
+            ]
+            kl, sampled = (torch.cat(values) for values in zip(*pieces, strict=True))
+            return kl, sampled
+        arguments = (features, head.weight, head.bias, head, policy.head_dtype, policy.chunk, target)
+        compared: tuple[Tensor, Tensor] = _HeadDivergence.apply(*arguments)
+        return compared
+
+
+class _HeadDivergence(torch.autograd.Function):
+    """(hidden [N, H], W [V, H], b [V]) → divergence and the teacher's log-prob of the sampled token, [N] each.
+
+    The logits of policy and teacher exist for `chunk` tokens at a time and are computed again in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        dtype: torch.dtype,
+        chunk: int,
+        target: Target,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.head, ctx.dtype, ctx.chunk, ctx.target = head, dtype, chunk, target
+        weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
+        pieces = []
+        for rows in slices(len(hidden), chunk):
+            raw, given = linear(hidden_[rows], weight_, bias), target.rows(rows)
+            for part in blocks(raw):
+                pieces.append(target.compare(head.logits(raw[part])[0].log_softmax(-1), *cut(given, part)))
+        value, sampled = (torch.cat(values) for values in zip(*pieces, strict=True))
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.mark_non_differentiable(sampled)
+        return value, sampled
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for rows in slices(len(hidden), ctx.chunk):
+            raw, given = linear(hidden_[rows], weight_, bias), ctx.target.rows(rows)
+            for part in blocks(raw):
+                logits, slope = ctx.head.logits(raw[part])
+                grad = _grad_logits(ctx.target, logits, cut(given, part), grads[0][rows][part]).mul_(slope)
+                raw[part] = grad
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0).to(grad_bias.dtype)
+            grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight += raw.T @ hidden_[rows]
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _grad_logits(target: Target, logits: Tensor, given: list[Tensor], grad: Tensor) -> Tensor:
+    logits.requires_grad_()
+    with torch.enable_grad():
+        value, _ = target.compare(logits.log_softmax(-1), *given)
+    return torch.autograd.grad(value, logits, grad.to(value))[0]

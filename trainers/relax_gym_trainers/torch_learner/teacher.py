@@ -1,0 +1,138 @@
+"""A teacher that is a frozen model in the learner's process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_gym.errors import ModelError
+from relax_gym.models import load_tokenizer
+from relax_gym.teacher import Teacher, TeacherScores
+from relax_gym.types import TrainingSample
+from relax_gym_trainers.torch_learner import model as models
+from relax_gym_trainers.torch_learner.logprobs import Policy, blocks, slices
+from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+
+
+class FrozenTeacher(Teacher):
+    """A causal LM that is never trained, its weights in the precision of the learner's arithmetic."""
+
+    def __init__(self, policy: Policy, *, budget: int) -> None:
+        """`policy` scores at one temperature; `budget` is the most tokens of one forward pass of `score`."""
+        self.policy = policy
+        self._budget = budget
+
+    @torch.no_grad()
+    def features(self, batch: MicroBatch) -> Tensor:
+        """`Policy.features` of the trained tokens, [N, H]. The experts that the sampler chose are not the teacher's."""
+        with self.policy.autocast():
+            return self.policy.features(dataclasses.replace(batch, experts=None))
+
+    def score(self, samples: Sequence[TrainingSample], *, temperature: float, top_k: int) -> list[TeacherScores]:
+        """See `Teacher.score`. Raises ModelError at another temperature than it was built for."""
+        if temperature != self.policy.temperature:
+            raise ModelError(f"this teacher scores at temperature {self.policy.temperature}, not at {temperature}")
+        found: dict[TrainingSample, TeacherScores] = {}
+        share, cost = self.policy.share_prefix, self.policy.pair_cost
+        for batch in pack(samples, budget=self._budget, share_prefix=share, pair_cost=cost):
+            ends = np.cumsum(batch.token_counts)[:-1]
+            logprobs, ids, top = (np.split(values, ends) for values in self._score_batch(batch, top_k))
+            for member, *row in zip(batch.members, logprobs, ids, top, strict=True):
+                found[member] = _scores(*row)
+        nothing = np.zeros((0, top_k), dtype=np.float32)
+        return [found.get(s) or _scores(nothing.sum(1), nothing.astype(np.int64), nothing) for s in samples]
+
+    @torch.no_grad()
+    def _score_batch(self, batch: MicroBatch, top_k: int) -> list[NDArray[Any]]:
+        """Log-prob of each target, [N], and ids and log-probs of the likeliest tokens, [N, K] each."""
+        policy = self.policy
+        features = self.features(batch)
+        targets = torch.from_numpy(batch.targets).to(features.device)
+        pieces: list[tuple[Tensor, ...]] = []
+        for rows in slices(len(features), policy.chunk):
+            raw = policy.raw_logits(features[rows])
+            for part in blocks(raw):
+                log_q = policy.logits(raw[part]).log_softmax(-1)
+                top, ids = log_q.topk(min(top_k, log_q.shape[-1]))
+                pieces.append((log_q.gather(-1, targets[rows][part][:, None])[:, 0], ids, top))
+        return [torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True)]
+
+    def close(self) -> None:
+        """Drop the weights."""
+        self.policy.model.to("meta")  # type: ignore[arg-type]
+
+
+def load_teacher(
+    folder: Path,
+    *,
+    student: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TorchLearnerOptions,
+    trust_remote_code: bool,
+) -> FrozenTeacher:
+    """The model of a folder, on the student's device, at its temperature and in the precision of its arithmetic.
+
+    Raises:
+        ModelError: it cannot be loaded, or speaks another vocabulary than the student.
+    """
+    _check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust_remote_code))
+    model = models.load_model(folder, trust_remote_code=trust_remote_code).requires_grad_(False)
+    _match_rows(folder, model, rows=_rows(student.model), used=len(tokenizer))
+    policy = Policy(
+        model,
+        temperature=student.temperature,
+        dtype=student.dtype,
+        chunk=options.logprob_chunk,
+        share_prefix=options.share_prefix,
+    )
+    # Only now: the probes of Policy tell two ways to compute the same thing apart in float32.
+    model.to(student.device, student.dtype)  # type: ignore[arg-type]
+    return FrozenTeacher(policy, budget=options.micro_batch_tokens)
+
+
+def _check_tokenizer(folder: Path, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted((t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=str)
+    examples = ", ".join(f"{t!r} is {ours.get(t)} here and {theirs.get(t)} there" for t in differing[:3])
+    raise ModelError(
+        f"teacher {folder} has another tokenizer than the model: {len(theirs)} tokens instead of {len(ours)}, "
+        f"{len(differing)} with another id ({examples}); a teacher scores the policy's token ids, so it must come from "
+        "a family with the same vocabulary"
+    )
+
+
+def _rows(model: PreTrainedModel) -> int:
+    rows: int = model.config.get_text_config().vocab_size
+    return rows
+
+
+def _match_rows(folder: Path, model: PreTrainedModel, *, rows: int, used: int) -> None:
+    """Cut rows that pad the teacher's vocabulary beyond the student's; they stand for no token."""
+    if _rows(model) == rows:
+        return
+    if not _rows(model) > rows >= used:
+        raise ModelError(
+            f"teacher {folder} has logits for {_rows(model)} ids, the model for {rows}; a teacher needs as many, or "
+            f"more if those beyond {rows} are no tokens (the tokenizer has {used})"
+        )
+    model.resize_token_embeddings(rows)
+
+
+def _scores(logprobs: NDArray[Any], ids: NDArray[Any], top: NDArray[Any]) -> TeacherScores:
+    if not top.shape[1]:
+        return TeacherScores(logprobs=logprobs)
+    return TeacherScores(logprobs=logprobs, top_ids=ids, top_logprobs=top)
