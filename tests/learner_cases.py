@@ -142,7 +142,14 @@ def gradient(trainer, batch, *, old=None, reference=None, budget=10_000, share=T
         old = [torch.from_numpy(b.logprobs) for b in part.micro_batches]
     trainer.optimizer.zero_grad()
     loss = accumulate_policy_gradient(
-        trainer.policy, trainer.algorithm, part, old=old, reference=reference, tally=Tally(), first=True, step=1
+        trainer.policy,
+        trainer.objectives[0].algorithm,
+        part,
+        old=old,
+        reference=reference,
+        tally=Tally(),
+        first=True,
+        step=1,
     )
     return loss, flat(trainer.policy.model), part
 

@@ -146,7 +146,7 @@ def test_the_gap_to_the_sampler_is_always_logged_and_its_correction_when_there_i
 
 def test_without_a_gap_a_correction_changes_nothing(tiny):
     trainer = learner(context(tiny, old_logprobs="recompute"))
-    part = trainer._part(random_batch().samples, skip_flat=False)
+    part = trainer.objectives[0].part(random_batch().samples, skip_flat=False)
     with torch.no_grad():
         scores = [trainer.policy.score(b)[0] for b in part.micro_batches]
     exact = [
@@ -178,7 +178,7 @@ def test_k25_whitening_with_kl_is_over_the_global_batch_however_it_is_cut(tiny, 
     for options in ({}, cut):
         trainer = learner(context(tiny, name="reinforce_pp", kl_reward_coef=0.5), **options)
         trainer.policy.model.double()
-        shaped.append(trainer._shape(random_batch().samples, Tally()))
+        shaped.append(trainer.objectives[0].shape(random_batch().samples, Tally()))
     for one, two in zip(*shaped, strict=True):
         np.testing.assert_allclose(one.advantages, two.advantages, atol=1e-5)
     trained = np.concatenate([s.advantages[s.loss_mask == 1] for s in shaped[0]])

@@ -125,7 +125,7 @@ TIS = {"name": "rloo", "correction": "tis", "old_logprobs": "recompute"}
         ({"name": "rloo"}, {"train": {"max_staleness": 1}}, "train.max_staleness = 1 would train on stale tokens"),
         ({"name": "rloo"}, {"learner": {"name": "torch", "epochs": 2}}, "learner.epochs must be 1"),
         (TIS, {"learner": {"name": "torch", "updates_per_step": 2}}, "learner.updates_per_step must be 1"),
-        ({"name": "rloo"}, {"train": {"group_size": 1}}, "rloo compares the episodes of a group; give 2 or more"),
+        ({"name": "rloo"}, {"train": {"group_size": 1}}, "RLOO compares the episodes of a group; give 2 or more"),
     ],
 )
 def test_what_cannot_work_is_refused_at_parse_with_the_reason(algorithm, sections, message):

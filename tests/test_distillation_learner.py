@@ -48,26 +48,31 @@ def distilling(models, *, temperature=0.7, double=True, options=None, **algorith
     algorithm = {"name": "opd", **({} if "teachers" in algorithm else {"teacher": str(models["t1"])}), **algorithm}
     trainer = learner(context(models["student"], temperature=temperature, **algorithm), **(options or {}))
     if double:
-        for policy in (trainer.policy, *(teacher.policy for teacher in trainer.distiller._teachers.values())):
+        for policy in (
+            trainer.policy,
+            *(teacher.policy for teacher in trainer.objectives[0].distiller._teachers.values()),
+        ):
             policy.model.double()
     return trainer
 
 
 def gradient(trainer, samples, *, budget=10_000, share=True):
-    part = plan(samples, budget=budget, share_prefix=share, skip_flat=False, apart=trainer.distiller.owner)
+    part = plan(
+        samples, budget=budget, share_prefix=share, skip_flat=False, apart=trainer.objectives[0].distiller.owner
+    )
     old = [torch.from_numpy(b.logprobs) for b in part.micro_batches]
     trainer.optimizer.zero_grad()
     tally = Tally()
     loss = accumulate_policy_gradient(
         trainer.policy,
-        trainer.algorithm,
+        trainer.objectives[0].algorithm,
         part,
         old=old,
         reference=None,
         tally=tally,
         first=True,
         step=1,
-        distiller=trainer.distiller,
+        distiller=trainer.objectives[0].distiller,
     )
     return loss, flat(trainer.policy.model), part, tally.metrics()
 
@@ -99,7 +104,7 @@ def test_k36_loss_and_gradient_are_those_of_the_plain_definition(models, form, a
     trainer = distilling(models, options={"logprob_chunk": 4}, **chosen)
     samples = [dataclasses.replace(s, advantages=0 * s.advantages) for s in random_batch().samples]
     loss, grad, _, metrics = gradient(trainer, samples)
-    teacher = trainer.distiller._teachers[str(models["t1"])].policy.model
+    teacher = trainer.objectives[0].distiller._teachers[str(models["t1"])].policy.model
     expected_form = partial(divergence, form=form, alpha=alpha)
     expected = plain(trainer.policy.model, teacher, samples, expected_form, top_k, 0.7)
     assert loss == pytest.approx(expected[0], rel=1e-9)
@@ -135,7 +140,7 @@ def test_two_teachers_are_routed_by_env_and_micro_batches_change_nothing(models,
     kls = []
     for env_id, name in teachers.items():
         own = [s for s in samples if s.env_id == env_id]
-        teacher = trainer.distiller._teachers[name].policy.model
+        teacher = trainer.objectives[0].distiller._teachers[name].policy.model
         kls.append((plain(trainer.policy.model, teacher, own, reverse_kl, top_k, 0.7)[2], own))
     total = sum(s.trained_tokens for s in samples)
     mean = sum(kl * sum(s.trained_tokens for s in own) for kl, own in kls) / total
@@ -175,9 +180,9 @@ def test_k16_values_at_masked_positions_change_nothing(models, algorithm, poison
 def test_k36_the_reward_form_scores_at_the_temperature_and_changes_each_tokens_advantage(models):
     trainer = distilling(models, level="reward", opd_weight=0.5, double=False)
     seen = random_batch().samples
-    teacher = trainer.distiller._teachers[str(models["t1"])].policy.model
+    teacher = trainer.objectives[0].distiller._teachers[str(models["t1"])].policy.model
     tally = Tally()
-    shaped = trainer._shape(seen, tally)
+    shaped = trainer.objectives[0].shape(seen, tally)
     gaps = []
     for before, after in zip(seen, shaped, strict=True):
         on = before.loss_mask == 1
@@ -214,7 +219,7 @@ def test_a_teacher_of_another_architecture_and_a_head_that_is_not_understood(mod
     samples = random_batch().samples
     loss, grad, _, _ = gradient(trainer, samples)
     trainer.policy.head = None
-    trainer.distiller._teachers[str(models["qwen"])].policy.head = None
+    trainer.objectives[0].distiller._teachers[str(models["qwen"])].policy.head = None
     other_loss, other_grad, _, _ = gradient(trainer, samples)
     assert other_loss == pytest.approx(loss, rel=1e-6)
     assert (grad - other_grad).norm() <= 1e-6 * grad.norm()
@@ -223,7 +228,7 @@ def test_a_teacher_of_another_architecture_and_a_head_that_is_not_understood(mod
 def test_in_bfloat16_the_teacher_weighs_half_and_says_nearly_the_same(models):
     exact = distilling(models, double=False)
     rough = distilling(models, double=False, options={"dtype": "bfloat16"})
-    (teacher,) = rough.distiller._teachers.values()
+    (teacher,) = rough.objectives[0].distiller._teachers.values()
     assert {p.dtype for p in teacher.policy.model.parameters()} == {torch.bfloat16}
     assert teacher.policy.share_prefix
     batch = random_batch()
@@ -232,7 +237,7 @@ def test_in_bfloat16_the_teacher_weighs_half_and_says_nearly_the_same(models):
 
 def test_closing_frees_the_teachers(models):
     trainer = distilling(models, double=False)
-    (teacher,) = trainer.distiller._teachers.values()
+    (teacher,) = trainer.objectives[0].distiller._teachers.values()
     trainer.close()
     trainer.close()
     assert teacher.policy.device.type == "meta"
@@ -254,7 +259,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_no_tensor_is_larger_than_the_logits_of_one_chunk(models, top_k):
     trainer = distilling(models, top_k=top_k, double=False, options={"logprob_chunk": 64})
-    student, (teacher,) = trainer.policy, trainer.distiller._teachers.values()
+    student, (teacher,) = trainer.policy, trainer.objectives[0].distiller._teachers.values()
     vocabulary, tokens_ = 2000, 512
     for policy, seed in ((student, 0), (teacher.policy, 1)):
         weight = torch.randn(vocabulary, 8, generator=torch.Generator().manual_seed(seed), requires_grad=seed == 0)
@@ -263,7 +268,7 @@ def test_no_tensor_is_larger_than_the_logits_of_one_chunk(models, top_k):
     one = sample([1] * (tokens_ + 1), [0] + [1] * tokens_)
     (batch,) = plan([one], budget=10_000, share_prefix=True, skip_flat=False).micro_batches
     with Largest() as largest:
-        *_, kl, _ = trainer.distiller.score(student, batch)
+        *_, kl, _ = trainer.objectives[0].distiller.score(student, batch)
         kl.sum().backward()
     assert student.head.weight.grad.norm() > 0
     assert largest.elements <= 64 * vocabulary < tokens_ * vocabulary / 4
@@ -283,10 +288,11 @@ class Engine(Teacher):
 
 
 def engine(trainer, answer=lambda scores: scores):
-    (name,) = trainer.distiller._teachers
-    real = trainer.distiller._teachers[name]
-    distillation = trainer.algorithm.distillation
-    trainer.distiller = Distiller(distillation, {name: Engine(real, answer)}, temperature=0.7)
+    (name,) = trainer.objectives[0].distiller._teachers
+    real = trainer.objectives[0].distiller._teachers[name]
+    distillation = trainer.objectives[0].algorithm.distillation
+    distiller = Distiller(distillation, {name: Engine(real, answer)}, temperature=0.7)
+    trainer.objectives = [dataclasses.replace(trainer.objectives[0], distiller=distiller)]
     return trainer
 
 
@@ -339,7 +345,7 @@ def test_a_sample_whose_env_has_no_teacher_is_an_error(models):
 
 def test_the_frozen_teacher_keeps_the_order_and_scores_what_is_asked(models):
     trainer = distilling(models, top_k=3)
-    (teacher,) = trainer.distiller._teachers.values()
+    (teacher,) = trainer.objectives[0].distiller._teachers.values()
     assert isinstance(teacher, FrozenTeacher)
     teacher._budget = 30
     samples = [*random_batch(groups=3).samples, sample([3, 4, 5], [0, 0, 0])]

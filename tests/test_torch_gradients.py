@@ -183,7 +183,7 @@ def test_the_gradient_is_that_of_the_plain_definition(request, model, tolerance,
     trainer = learner(run, activation_checkpointing=checkpointing, logprob_chunk=4)
     trainer.policy.model.double()
     samples = random_batch().samples
-    expected_loss, expected = plain_gradient(trainer.policy.model, trainer.algorithm, samples, 0.9)
+    expected_loss, expected = plain_gradient(trainer.policy.model, trainer.objectives[0].algorithm, samples, 0.9)
     loss, got, _ = gradient(trainer, Batch(version=0, samples=samples), old="rollout", share=share)
     assert loss == pytest.approx(expected_loss, rel=tolerance)
     assert (got - expected).norm() <= tolerance * expected.norm()

@@ -14,27 +14,22 @@ import torch
 from torch import Tensor
 
 from relax_gym.algorithm import Algorithm
-from relax_gym.config import plugin_options
+from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
-from relax_gym.credit import subtract_kl
 from relax_gym.errors import RunFolderError
 from relax_gym.learner import Learner
-from relax_gym.plugins import plugins
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics, TrainingSample
 from relax_gym_trainers.torch_learner import model as models
-from relax_gym_trainers.torch_learner.distillation import distill_advantages, load_distiller
+from relax_gym_trainers.torch_learner.distillation import load_distiller
 from relax_gym_trainers.torch_learner.logprobs import Policy
+from relax_gym_trainers.torch_learner.objectives import Objective, Piece
 from relax_gym_trainers.torch_learner.optimizer import apply_gradient, build_optimizer, learning_rate
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.update import (
-    Part,
     Tally,
     accumulate_imitation_gradient,
-    accumulate_policy_gradient,
-    kl_by_sample,
     plan,
-    score_all,
 )
 
 STATE_FILE = "learner_state.pt"
@@ -56,9 +51,7 @@ class TorchLearner(Learner):
         """
         config = context.config
         self.options = options
-        self.algorithm: Algorithm = plugin_options(
-            config.algorithm, plugins().get("algorithm", config.algorithm.name), source="config", key="algorithm"
-        )
+        algorithms = load_algorithms(config)
         self._total_steps = config.train.steps
         self._trust_remote_code = config.model.trust_remote_code
         device = models.choose_device(options.device)
@@ -75,14 +68,14 @@ class TorchLearner(Learner):
             chunk=options.logprob_chunk,
             share_prefix=options.share_prefix,
         )
-        self.distiller = load_distiller(self.algorithm.distillation, context, options, self.policy)
+        self.objectives = self._build_objectives(algorithms, context)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.parameters, options)
         self.version = 0
         self._imitation: torch.optim.AdamW | None = None
         self._reference: list[Tensor] = []
         self._reference_moved = False
-        if self.algorithm.needs_reference:
+        if any(algorithm.needs_reference for algorithm in algorithms):
             self._take_reference()
 
     def step(self, batch: Batch) -> Metrics:
@@ -105,24 +98,14 @@ class TorchLearner(Learner):
         self._leave_warmup()
         lr = learning_rate(self.options, self.version, self._total_steps)
         tally, losses, norms = Tally(), list[float](), list[float]()
-        parts = self._plan(self._shape(batch.samples, tally))
-        old, reference = self._old_logprobs(parts), self._reference_logprobs(parts)
+        updates = self._plan(batch.samples, tally)
         for _ in range(self.options.epochs):
-            for index, part in enumerate(parts):
+            for pieces in updates:
                 self.optimizer.zero_grad()
-                loss = accumulate_policy_gradient(
-                    self.policy,
-                    self.algorithm,
-                    part,
-                    old=old[index],
-                    reference=reference[index],
-                    tally=tally,
-                    first=not losses,
-                    step=self.version + 1,
-                    distiller=self.distiller,
-                )
-                losses.append(loss)
+                first = not losses
+                losses.append(sum(p.accumulate(tally=tally, first=first, step=self.version + 1) for p in pieces))
                 norms.append(self._apply(self.optimizer, lr))
+        parts = [piece.part for pieces in updates for piece in pieces]
         self.version += 1
         return {
             "loss": float(np.mean(losses)) if losses else 0.0,
@@ -140,7 +123,13 @@ class TorchLearner(Learner):
         """One supervised step at the run's temperature, with an optimizer of its own that the first `step` drops."""
         if self._imitation is None:
             self._imitation = build_optimizer(self.parameters, self.options)
-        part = self._part(batch.samples, skip_flat=False)
+        part = plan(
+            batch.samples,
+            budget=self.options.micro_batch_tokens,
+            share_prefix=self.policy.share_prefix,
+            skip_flat=False,
+            pair_cost=self.policy.pair_cost,
+        )
         if not part.total_tokens:
             return {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}
         self._imitation.zero_grad()
@@ -205,73 +194,54 @@ class TorchLearner(Learner):
     def close(self) -> None:
         """Drop weights and optimizer state. Idempotent."""
         self.optimizer.state.clear()
-        if self.distiller is not None:
-            self.distiller.close()
+        for objective in self.objectives:
+            if objective.distiller is not None:
+                objective.distiller.close()
         self._imitation, self._reference = None, []
         self.policy.model.to("meta")  # type: ignore[arg-type]
 
     def _apply(self, optimizer: torch.optim.AdamW, lr: float) -> float:
         return apply_gradient(optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
 
-    def _part(self, samples: Sequence[TrainingSample], *, skip_flat: bool) -> Part:
-        teaching = self.distiller
-        return plan(
-            samples,
-            budget=self.options.micro_batch_tokens,
-            share_prefix=self.policy.share_prefix and (teaching is None or teaching.share_prefix),
-            skip_flat=skip_flat,
-            pair_cost=self.policy.pair_cost,
-            apart=None if teaching is None else teaching.owner,
-        )
+    def _build_objectives(self, algorithms: Sequence[Algorithm], context: RunContext) -> list[Objective]:
+        """One for each `[[env]]`; envs with the same algorithm and weight share theirs."""
+        distillers = {
+            id(algorithm): load_distiller(algorithm.distillation, context, self.options, self.policy)
+            for algorithm in {id(algorithm): algorithm for algorithm in algorithms}.values()
+        }
+        built: dict[tuple[int, float], Objective] = {}
+        for algorithm, env in zip(algorithms, context.config.env, strict=True):
+            key = id(algorithm), env.loss_weight
+            built[key] = built.get(key) or Objective(
+                algorithm=algorithm,
+                distiller=distillers[id(algorithm)],
+                loss_weight=env.loss_weight,
+                policy=self.policy,
+                options=self.options,
+                as_reference=self._as_reference,
+            )
+        return [built[id(a), env.loss_weight] for a, env in zip(algorithms, context.config.env, strict=True)]
 
-    def _shape(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
-        """The samples with what only the learner knows of their reward in their advantages: KL and teachers."""
-        if self.algorithm.kl_reward_coef:
-            samples = self._shape_by_reference(samples, tally)
-        if self.distiller is None or self.distiller.as_loss:
-            return samples
-        scores = self.distiller.sampled(samples)
-        for sample, score in zip(samples, scores, strict=True):
-            gap = sample.logprobs[sample.loss_mask == 1] - score
-            tally.mean(opd_kl=torch.from_numpy(gap), teacher_logprob=torch.from_numpy(score))
-        return distill_advantages(samples, scores, weight=self.distiller.weight)
+    def _by_objective(self, samples: Sequence[TrainingSample]) -> dict[Objective, list[int]]:
+        """Indices of the samples of each objective."""
+        out: dict[Objective, list[int]] = {}
+        for index, sample in enumerate(samples):
+            out.setdefault(self.objectives[sample.mixture], []).append(index)
+        return out
 
-    def _shape_by_reference(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
-        part = self._part(samples, skip_flat=False)
-        if self.algorithm.old_logprobs == "rollout":
-            logprobs = [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
-        else:
-            logprobs = score_all(self.policy, part.micro_batches)
-        with self._as_reference():
-            reference = score_all(self.policy, part.micro_batches)
-        kl = kl_by_sample(part, logprobs, reference, self.algorithm)
-        for values in kl.values():
-            tally.mean(kl_reward=torch.from_numpy(values))
-        return subtract_kl(samples, [kl.get(sample, np.zeros(0)) for sample in samples], self.algorithm)
-
-    def _plan(self, all_samples: Sequence[TrainingSample]) -> list[Part]:
-        """One part for each optimizer update of an epoch; parts without anything to learn from are dropped."""
-        taught = self.distiller is not None and self.distiller.as_loss
-        flat_matters = taught or self.algorithm.kl_coef > 0 or self.algorithm.entropy_coef > 0
-        parts = [
-            self._part(samples, skip_flat=not flat_matters)
-            for samples in split_by_group(all_samples, self.options.updates_per_step)
-        ]
-        return [part for part in parts if part.micro_batches]
-
-    def _old_logprobs(self, parts: Sequence[Part]) -> list[list[Tensor] | None]:
-        """What the ratio is taken against, for each part; None: the policy just before its one update."""
-        if self.algorithm.old_logprobs == "rollout":
-            return [[torch.from_numpy(batch.logprobs) for batch in part.micro_batches] for part in parts]
-        if len(parts) * self.options.epochs == 1:
-            return [None]
-        return [score_all(self.policy, part.micro_batches) for part in parts]
-
-    def _reference_logprobs(self, parts: Sequence[Part]) -> list[list[Tensor] | None]:
-        if not self.algorithm.kl_coef:
-            return [None for _ in parts]
-        with self._as_reference():
-            return [score_all(self.policy, part.micro_batches) for part in parts]
+    def _plan(self, samples: Sequence[TrainingSample], tally: Tally) -> list[list[Piece]]:
+        """The pieces of each optimizer update of an epoch; what has nothing to learn from is left out."""
+        shaped = list(samples)
+        for objective, own in self._by_objective(samples).items():
+            for index, sample in zip(own, objective.shape([samples[index] for index in own], tally), strict=True):
+                shaped[index] = sample
+        only = self.options.updates_per_step * self.options.epochs == 1
+        updates = []
+        for update in split_by_group(shaped, self.options.updates_per_step):
+            groups = self._by_objective(update).items()
+            pieces = [objective.piece([update[i] for i in own], update, only=only) for objective, own in groups]
+            updates.append([piece for piece in pieces if piece.part.micro_batches])
+        return [pieces for pieces in updates if pieces]
 
     @contextlib.contextmanager
     def _as_reference(self) -> Iterator[None]:

@@ -88,12 +88,12 @@ class _HeadLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.head, ctx.dtype, ctx.chunk = head, dtype, chunk
         weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
-        pieces = []
+        exact = torch.promote_types(dtype, torch.float32)
+        logprobs, entropy, normaliser = scores = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(3)]
         for rows in slices(len(hidden), chunk):
             ctx.raw = raw = None  # lets go of one chunk's logits before the next one's are there
             ctx.raw = raw = linear(hidden_[rows], weight_, bias)
-            pieces += [_reduce(head.logits(raw[part])[0], targets[rows][part]) for part in blocks(raw)]
-        logprobs, entropy, normaliser = (torch.cat(values) for values in zip(*pieces, strict=True))
+            _score(raw, head, targets[rows], cut(scores, rows))
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normaliser)
         return logprobs, entropy
 
@@ -119,6 +119,16 @@ class _HeadLogProbs(torch.autograd.Function):
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W h + b for each row, in the precision of `hidden` and `weight`."""
     return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
+
+
+def _score(raw: Tensor, head: Head, targets: Tensor, scores: Sequence[Tensor]) -> None:
+    """Fill in what `_reduce` gives.
+
+    Small tensors kept from each block would sit where large ones have been freed, and none of that could be used again.
+    """
+    for part in blocks(raw):
+        for score, value in zip(scores, _reduce(head.logits(raw[part])[0], targets[part]), strict=True):
+            score[part] = value
 
 
 def _differentiate(raw: Tensor, head: Head, values: Sequence[Any], grad_bias: Tensor | None) -> None:

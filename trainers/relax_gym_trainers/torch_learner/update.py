@@ -30,6 +30,7 @@ class Part:
     total_tokens: int
     total_samples: int
     saved_tokens: int
+    loss_weight: float = 1.0
 
 
 def plan(
@@ -180,7 +181,7 @@ def _weights(algorithm: Algorithm, part: Part, batch: MicroBatch) -> Tensor:
         total_samples=part.total_samples,
         norm=algorithm.token_sum_norm,
     )
-    return torch.from_numpy(each[batch.sample])
+    return part.loss_weight * torch.from_numpy(each[batch.sample])
 
 
 def _loss(
