@@ -14,9 +14,7 @@ import argparse
 import asyncio
 import copy
 import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
+from machine import describe
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from relax_gym.sampler import SamplingParams, Session
@@ -151,12 +149,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name} into benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    result: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "versions": {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": platform.python_version()},
-        "cpu": cpu_name(),
-        "threads": args.threads,
-    }
+    result: dict[str, Any] = {**describe(), "threads": args.threads}
     workloads = {
         "fixed": ([random_ids(i, 64) for i in range(32)], 32, 1, ()),
         "episodes": ([random_ids(i // 8, 128) for i in range(32)], 48, 2, STOP_IDS),
@@ -173,18 +166,6 @@ def main() -> None:
     if args.write:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(text + "\n", encoding="utf-8")
-
-
-def cpu_name() -> str:
-    """The CPU's name and the vector extensions that matter here."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
-    facts = {key.strip(): value.strip() for key, value in found.items()}
-    extensions = [flag for flag in ("avx512f", "avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()]
-    return f"{facts.get('model name', platform.processor())} ({', '.join(extensions) or 'no AVX-512'})"
 
 
 if __name__ == "__main__":
