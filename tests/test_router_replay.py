@@ -171,7 +171,7 @@ def test_only_the_given_experts_work_and_the_router_keeps_its_gradient(moe, shar
 def scores(trainer, samples):
     """Sum of the log-probs of each episode."""
     out = {}
-    for batch in trainer._part(samples, skip_flat=False).micro_batches:
+    for batch in trainer.objectives[0].part(samples, skip_flat=False).micro_batches:
         with torch.no_grad():
             pieces = trainer.policy.score(batch)[0].split(batch.token_counts.tolist())
         out |= {member.episode_id: values for member, values in zip(batch.members, pieces, strict=True)}
