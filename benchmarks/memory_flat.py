@@ -78,7 +78,7 @@ async def measure(env_id: str) -> dict[int, float]:
         if episodes in CHECKPOINTS:
             sizes[episodes] = resident_mb()
     await producing
-    player.close()
+    await player.aclose()
     return sizes
 
 

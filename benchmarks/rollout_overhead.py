@@ -225,7 +225,7 @@ async def measure_parts(tokenizer: Any) -> dict[str, float]:
     parts = {"chat": chat, "thread hop": hop, "scoring": scoring, "scripted sampler": sample}
     out = {name: await median_time(part) / TURNS for name, part in parts.items()}
     threads.close()
-    player.close()
+    await player.aclose()
     return out
 
 
@@ -244,7 +244,7 @@ async def measure_all() -> dict[str, Any]:
     tokenizer = tiny_tokenizer()
     player = make_player(tokenizer, make_sampler(tokenizer))
     rows = [await measure(player, env, concurrent) for env in ENVS for concurrent in CASES]
-    player.close()
+    await player.aclose()
     return {
         "rows": [asdict(row) for row in rows],
         "machine": await measure_machine(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ from relax_gym.algorithm import Algorithm
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import PluginSection, RunConfig, load_algorithms, plugin_options
 from relax_gym.context import RunContext, Tracker
+from relax_gym.errors import reason
 from relax_gym.learner import Learner
 from relax_gym.models import load_tokenizer, resolve_model
 from relax_gym.play import Player
 from relax_gym.plugins import plugins
+from relax_gym.preflight import check_tools, probe_envs, refused
 from relax_gym.registry import load
 from relax_gym.sampler import Sampler
 from relax_gym.scoring import WeightedReward
 from relax_gym.tasks import TaskSource
+
+log = logging.getLogger("relax_gym")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,30 +52,49 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
         import torch
 
         torch.set_num_threads(config.threads)
+    probes = probe_envs(config)
+    rewards = build_rewards(config)
     tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
+    for shortage in tasks.shortages():
+        log.warning(shortage)
     path = model_path or resolve_model(config.model)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would tear the display apart
-    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+    renderer = build_renderer(config, path)
+    check_tools(probes, renderer)
     context = RunContext(
-        config=config, run_dir=Path(config.run_dir), model_path=path, tokenizer=tokenizer, start_step=start_step
+        config=config,
+        run_dir=Path(config.run_dir),
+        model_path=path,
+        tokenizer=renderer.tokenizer,
+        start_step=start_step,
     )
     sampler: Sampler = build_component("sampler", config.sampler, context)
     return Parts(
         context=context,
-        renderer=ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(path)),
+        renderer=renderer,
         tasks=tasks,
         algorithms=load_algorithms(config),
-        rewards=build_rewards(config),
+        rewards=rewards,
         sampler=sampler,
     )
 
 
 def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
-    """The weighted terms of the reward."""
-    return tuple(
-        WeightedReward(name=r.name, weight=r.weight, reward=plugins().get("reward", r.name)(**r.kwargs))
-        for r in config.reward
-    )
+    """The weighted terms of the reward. Raises ConfigError when a reward refuses its kwargs."""
+    terms = []
+    for index, term in enumerate(config.reward):
+        try:
+            reward = plugins().get("reward", term.name)(**term.kwargs)
+        except Exception as error:  # a constructor is the user's code; the advice is the same whatever it raises
+            raise refused(f"reward.{index}.kwargs", f"reward {term.name!r}", term.kwargs, reason(error)) from error
+        terms.append(WeightedReward(name=term.name, weight=term.weight, key=term.key, reward=reward))
+    return tuple(terms)
+
+
+def build_renderer(config: RunConfig, model_path: Path) -> ChatRenderer:
+    """The model's tokenizer with the chat template of the config, and every id that ends a turn."""
+    tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
+    return ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(model_path))
 
 
 def build_learner(context: RunContext) -> Learner:

@@ -76,6 +76,9 @@ class EnvConfig(Section):
     id: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
     eval_kwargs: dict[str, Any] = Field(default_factory=dict, description="replace some kwargs in evaluation")
+    eval_fraction: float = Field(
+        0.1, ge=0, lt=1, description="share of the env's rows held out of training; without eval_kwargs, with rows"
+    )
     weight: float = Field(1.0, gt=0, description="share of the groups, relative to the other envs")
     algorithm: AlgorithmSection | None = Field(None, description="for this env's episodes, instead of [algorithm]")
     loss_weight: float = Field(1.0, gt=0, description="factor of the loss of this env's tokens")
@@ -86,6 +89,7 @@ class RewardConfig(Section):
 
     name: str
     weight: float = 1.0
+    key: str | None = Field(None, description="which number counts, of a reward that returns a mapping of them")
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -320,7 +324,8 @@ def _check_plugins(config: RunConfig, source: str) -> None:
     try:
         for env in config.env:
             found = spec(env.id)
-            check_kwargs("env", env.id, found.load(), {**found.kwargs, **env.kwargs})
+            for kwargs in (env.kwargs, {**env.kwargs, **env.eval_kwargs}):
+                check_kwargs("env", env.id, found.load(), {**found.kwargs, **kwargs})
         for reward in config.reward:
             check_kwargs("reward", reward.name, table.get("reward", reward.name), reward.kwargs)
         algorithms = load_algorithms(config, source=source)

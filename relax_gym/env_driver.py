@@ -38,11 +38,16 @@ class EnvDriver:
         self._timeout = step_timeout
         self._closed = False
 
-    async def reset(self) -> tuple[list[Message], dict[str, Any]]:
-        """Build the env and begin the episode. Raises EnvFailure."""
+    async def build(self) -> Env:
+        """Build the env. Raises EnvFailure."""
         self.env = env = await self._run("constructor", self._build)
         if env.thread_affinity:
             self._own_thread = self._threads.new_worker()
+        return env
+
+    async def reset(self) -> tuple[list[Message], dict[str, Any]]:
+        """Build the env and begin the episode. Raises EnvFailure."""
+        env = await self.build()
         options = None if self.task.options is None else dict(self.task.options)
         return _checked(check_reset, await self._run("reset", env.reset, seed=self.task.seed, options=options))
 

@@ -62,6 +62,11 @@ class TrainingError(RelaxGymError):
     """Training cannot go on: no trainable tokens step after step, or a non-finite loss."""
 
 
+def reason(error: BaseException) -> str:
+    """The message of an error, with its type unless it is one that was written for the user."""
+    return str(error) if isinstance(error, RelaxGymError) else f"{type(error).__name__}: {error}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The most similar known name, or None when nothing is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

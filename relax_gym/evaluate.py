@@ -59,5 +59,5 @@ async def _evaluate_once(parts: Parts) -> EvalResult:
     try:
         return await evaluate(player, parts.tasks, greedy=parts.context.config.eval.greedy)
     finally:
-        player.close()
+        await player.aclose()
         await parts.sampler.aclose()

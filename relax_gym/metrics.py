@@ -39,7 +39,7 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 def _reward_parts(trajectories: Sequence[Trajectory]) -> Metrics:
     parts: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
-        for name, value in trajectory.rewards.items():
+        for name, value in (*trajectory.rewards.items(), *trajectory.reward_parts.items()):
             if value is not None:
                 parts[name].append(value)
     return {f"reward/{name}": float(np.mean(values)) for name, values in parts.items()}

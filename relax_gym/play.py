@@ -11,8 +11,8 @@ from relax_gym.config import RolloutConfig
 from relax_gym.env import Env
 from relax_gym.rollout import Limits, Turnstile, rollout
 from relax_gym.sampler import Sampler, SamplingParams, Session
-from relax_gym.scoring import WeightedReward, score
-from relax_gym.types import Task, Trajectory
+from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score
+from relax_gym.types import Metrics, Task, Trajectory
 from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
@@ -118,8 +118,13 @@ class Player:
             turnstile=self._turnstile,
         )
 
-    def close(self) -> None:
-        """End the worker threads."""
+    def reward_metrics(self) -> Metrics:
+        """What the rewards counted since the last call."""
+        return reward_metrics(self._rewards)
+
+    async def aclose(self) -> None:
+        """Close the rewards and end the worker threads."""
+        await close_rewards(self._rewards, timeout=self._config.reward_timeout, threads=self._reward_threads)
         self._threads.close()
         self._reward_threads.close()
 

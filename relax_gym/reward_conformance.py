@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 from relax_gym.conformance import Broken, CheckResult, attempt, awaited, same
 from relax_gym.reward import Reward
 from relax_gym.types import Trajectory
+
+Number = int | float | np.integer | np.floating
 
 
 def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> list[CheckResult]:
@@ -36,11 +38,20 @@ def _score(reward: Reward, trajectory: Trajectory) -> Any:
 def _reward_number(reward: Reward, trajectories: Sequence[Trajectory]) -> str:
     scores = [_score(reward, trajectory) for trajectory in trajectories]
     for trajectory, score in zip(trajectories, scores, strict=True):
-        if isinstance(score, bool) or not isinstance(score, int | float | np.integer | np.floating | None):
-            raise Broken(f"gave {score!r:.100} for episode {trajectory.episode_id}; it must give a number or None")
-    numbers = [float(score) for score in scores if score is not None and math.isfinite(score)]
+        values = score.values() if isinstance(score, Mapping) else [score]
+        if not any(_is_number(value) for value in values):
+            raise Broken(
+                f"gave {score!r:.100} for episode {trajectory.episode_id}; it must give a number, a mapping of "
+                "numbers, or None"
+            )
+    numbers = [float(score) for score in scores if isinstance(score, Number) and math.isfinite(score)]
+    unscored = sum(not isinstance(score, Mapping) for score in scores) - len(numbers)
     spread = f", {min(numbers):g} to {max(numbers):g}" if numbers else ""
-    return f"{len(numbers)} scored, {len(scores) - len(numbers)} unscored{spread}"
+    return f"{len(scores) - unscored} scored, {unscored} unscored{spread}"
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, Number) and not isinstance(value, bool))
 
 
 def _reward_repeats(reward: Reward, trajectories: Sequence[Trajectory]) -> str:

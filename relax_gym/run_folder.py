@@ -129,6 +129,7 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "rewards": dict(trajectory.rewards),
         "reward_failures": dict(trajectory.reward_failures),
+        "reward_parts": dict(trajectory.reward_parts),
         "error": error
         and {"env_id": error.env_id, "turn": error.turn, "message": error.message, "traceback": error.traceback},
         "turns": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from relax_gym.config import EnvConfig
-from relax_gym.errors import ConfigError
+from relax_gym.errors import ConfigError, reason
 from relax_gym.registry import spec
 from relax_gym.types import Task
 
@@ -38,16 +39,18 @@ class _Mixed:
 class TaskSource:
     """Tasks of a weighted mixture of envs.
 
-    Envs backed by rows go through every row once an epoch, in an order shuffled by the run's seed. Without
-    `eval_kwargs` the last `eval_episodes` rows of a shuffled list are held out of training.
+    Envs backed by rows go through every training row once an epoch, in an order shuffled by the run's seed. Evaluation
+    plays each of its rows once at most: those of `eval_kwargs`, else the share `eval_fraction` of the env's own. Which
+    rows that share is depends on nothing else, so no other option can move a row from one side to the other.
     """
 
     def __init__(self, envs: Sequence[EnvConfig], *, seed: int, eval_episodes: int) -> None:
         self._seed = seed
         self._eval_episodes = eval_episodes
-        self._mixture = [self._load(env) for env in envs]
+        self._mixture = [self._load(index, env) for index, env in enumerate(envs)]
         self._choices: list[tuple[int, int]] = []  # for each slot: which env, and how many slots of it came before
         self._counts = [0] * len(envs)
+        self._order = functools.lru_cache(maxsize=2 * len(envs))(self._shuffled)
 
     def task(self, slot: int, attempt: int = 0, *, stream: str = "train") -> Task:
         """The task of a slot. `attempt` > 0 gives its replacements after a filter dropped the group."""
@@ -67,32 +70,36 @@ class TaskSource:
         tasks = []
         for mixture, env in enumerate(self._mixture):
             kwargs = {**env.config.kwargs, **env.config.eval_kwargs}
-            for index in range(self._eval_episodes):
+            for index in range(_episodes(self._eval_episodes, env.eval_rows)):
                 seed = EVAL_SEEDS + derive_seed("eval", env.config.id, index)
-                options = env.eval_rows[index % len(env.eval_rows)] if env.eval_rows else None
+                options = None if env.eval_rows is None else env.eval_rows[index]
                 tasks.append(Task(env_id=env.config.id, seed=seed, kwargs=kwargs, options=options, mixture=mixture))
         return tasks
 
-    def _load(self, env: EnvConfig) -> _Mixed:
-        found = spec(env.id)
-        rows_of = getattr(found.load(), "tasks", None)
-        if rows_of is None:
-            return _Mixed(env, None, None)
-        rows = rows_of(**{**found.kwargs, **env.kwargs})
+    def shortages(self) -> list[str]:
+        """For each env with fewer held-out rows than `eval.episodes`: that it has, and what to do."""
+        return [
+            f"env {env.config.id!r} has {len(env.eval_rows)} held-out rows, so that many of eval.episodes = "
+            f"{self._eval_episodes} are played; for more, raise its eval_fraction or give other rows in eval_kwargs"
+            for env in self._mixture
+            if env.eval_rows is not None and len(env.eval_rows) < self._eval_episodes
+        ]
+
+    def _load(self, index: int, env: EnvConfig) -> _Mixed:
+        rows = _rows(f"env.{index}.kwargs", env, env.kwargs)
         if rows is None:
             return _Mixed(env, None, None)
-        if len(rows) == 0:
-            raise ConfigError(f"env {env.id!r} with {env.kwargs} has no rows to train on")
         if env.eval_kwargs:
-            return _Mixed(env, rows, rows_of(**{**found.kwargs, **env.kwargs, **env.eval_kwargs}))
-        if len(rows) <= self._eval_episodes:
+            return _Mixed(env, rows, _rows(f"env.{index}.eval_kwargs", env, {**env.kwargs, **env.eval_kwargs}))
+        held_out = min(max(1, round(env.eval_fraction * len(rows))), len(rows) - 1) if env.eval_fraction else 0
+        if held_out == 0 and self._eval_episodes:
             raise ConfigError(
-                f"env {env.id!r} has {len(rows)} rows but eval.episodes = {self._eval_episodes} are to be held out; "
-                "lower eval.episodes or give the evaluation rows in eval_kwargs"
+                f"env {env.id!r} with {len(rows)} rows and eval_fraction = {env.eval_fraction} has none to hold out "
+                "for evaluation; raise env.eval_fraction, give the evaluation rows in eval_kwargs or set "
+                "eval.episodes = 0"
             )
-        order = np.random.default_rng(derive_seed(self._seed, "split", env.id)).permutation(len(rows))
-        cut = len(rows) - self._eval_episodes
-        return _Mixed(env, _Picked(rows, order[:cut]), _Picked(rows, order[cut:]))
+        order = np.random.default_rng(derive_seed("split", env.id)).permutation(len(rows))
+        return _Mixed(env, _Picked(rows, order[held_out:]), _Picked(rows, order[:held_out]))
 
     def _choose(self, slot: int) -> tuple[int, int]:
         weights = [env.config.weight for env in self._mixture]
@@ -109,8 +116,27 @@ class TaskSource:
         if random_seed is not None:
             return rows[random_seed % len(rows)]
         epoch, position = divmod(count, len(rows))
-        order = np.random.default_rng(derive_seed(self._seed, "epoch", env, epoch)).permutation(len(rows))
-        return rows[int(order[position])]
+        return rows[int(self._order(env, epoch, len(rows))[position])]
+
+    def _shuffled(self, env: int, epoch: int, count: int) -> np.ndarray[Any, Any]:
+        return np.random.default_rng(derive_seed(self._seed, "epoch", env, epoch)).permutation(count)
+
+
+def _episodes(wanted: int, rows: Rows | None) -> int:
+    return wanted if rows is None else min(wanted, len(rows))
+
+
+def _rows(key: str, env: EnvConfig, kwargs: Mapping[str, Any]) -> Rows | None:
+    """The rows of an env that is backed by some. Raises ConfigError when it cannot load them, or there are none."""
+    found = spec(env.id)
+    rows_of = getattr(found.load(), "tasks", None)
+    try:
+        rows: Rows | None = None if rows_of is None else rows_of(**{**found.kwargs, **kwargs})
+    except Exception as error:  # the env's own code, and the files it reads
+        raise ConfigError(f"{key} = {dict(kwargs)}: env {env.id!r} cannot load its rows: {reason(error)}") from error
+    if rows is not None and len(rows) == 0:
+        raise ConfigError(f"{key} = {dict(kwargs)}: env {env.id!r} has no rows")
+    return rows
 
 
 class _Picked(Sequence[Mapping[str, Any]]):

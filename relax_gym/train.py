@@ -121,7 +121,7 @@ class Trainer:
         self._hook.on_run_end(context=self._parts.context)
         for tracker in self._trackers:
             tracker.close()
-        self._player.close()
+        await self._player.aclose()
         self._thread.stop()
         self._learner.close()
         await self._parts.sampler.aclose()
@@ -262,6 +262,7 @@ class Trainer:
         greedy = self._config.eval.greedy
         result = await evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
         self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
+        self._player.reward_metrics()
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
         self._folder.add_group(step, group, kind="eval")
         self._evaluations.append((step, result.metrics))
@@ -273,6 +274,7 @@ class Trainer:
     def _engine_metrics(self) -> Metrics:
         out: Metrics = {"queue/in_flight": self._queue.in_flight, "queue/queued": self._queue.queued}
         out |= {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
+        out |= self._player.reward_metrics()
         out["perf/loop_lag_max"], self._loop_lag = self._loop_lag, 0.0
         return out
 

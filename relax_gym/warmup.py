@@ -19,19 +19,23 @@ if TYPE_CHECKING:
     from relax_gym.chat import ChatRenderer
 
 
+def check_expert(env: Env, expert_probability: float) -> None:
+    """Raise ConfigError unless the env can say what an expert, and other legal actions if they are wanted, would do."""
+    needed = ("expert_action",) if expert_probability == 1 else ("expert_action", "random_action")
+    if any(getattr(env, name, None) is None for name in needed):
+        raise ConfigError(
+            f"[warmup] needs {type(env.unwrapped).__name__}.expert_action(), and random_action() if "
+            "expert_probability < 1; add them or leave [warmup] out"
+        )
+
+
 class ExpertSession(Session):
     """Answers with what the env's expert (now and then: any legal action) says, as the ids a policy would sample."""
 
     def __init__(self, env: Env, renderer: ChatRenderer, *, expert_probability: float, seed: int) -> None:
-        expert = getattr(env, "expert_action", None)
-        legal = getattr(env, "random_action", None)
-        if expert is None or (expert_probability < 1 and legal is None):
-            raise ConfigError(
-                f"[warmup] needs {type(env).__name__}.expert_action(), and random_action() if expert_probability < 1; "
-                "add them or leave [warmup] out"
-            )
-        self._expert: Callable[[], str] = expert
-        self._random: Callable[[], str] = legal or expert
+        check_expert(env, expert_probability)
+        self._expert: Callable[[], str] = getattr(env, "expert_action")  # noqa: B009
+        self._random: Callable[[], str] = getattr(env, "random_action", self._expert)
         self._renderer = renderer
         self._probability = expert_probability
         self._rng = random.Random(seed)

@@ -314,7 +314,7 @@ def crash(trajectory: Trajectory) -> float:
 @pytest.mark.parametrize(
     ("reward", "point", "detail"),
     [
-        (lambda t: "1", "number", "gave '1' for episode e-ab; it must give a number or None"),
+        (lambda t: "1", "number", "gave '1' for episode e-ab; it must give a number, a mapping of numbers, or None"),
         (lambda t: True, "number", "gave True for episode e-ab"),
         (crash, "number", "failed on episode e-ab of test/Env-v0 seed 3: KeyError: 'gold'"),
         (lambda t: next(_made), "repeat", "for the same episode e-ab"),

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from relax_gym.errors import RewardError
-from relax_gym.scoring import WeightedReward, score, to_score
+from relax_gym.metrics import episode_metrics
+from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score, to_score
 from relax_gym.types import (
     Completion,
     EpisodeError,
@@ -525,8 +526,94 @@ def test_k77_a_dict_is_refused_with_its_keys() -> None:
         return {"format": 1.0, "answer": 0.0}
 
     out = scored(parts)
-    reason = "returned a dict with keys ['format', 'answer']; a reward is one number: return one of the values"
+    reason = (
+        "returned a mapping with keys ['format', 'answer']; a reward is one number: set key = … in its [[reward]] to "
+        "the one that counts"
+    )
     assert (out.rewards, out.reward_failures) == ({"r0": None}, {"r0": reason})
+
+
+def keyed(value: Any, key: str, weight: float = 1.0) -> Trajectory:
+    return scored(WeightedReward(name="math", weight=weight, reward=lambda trajectory: value, key=key))
+
+
+def test_k77_the_key_says_which_number_of_a_mapping_counts() -> None:
+    answer = {"accuracy": 1.0, "format": np.float32(0.5), "length": 7, "note": "good", "ratio": math.nan}
+    out = keyed(answer, "accuracy", weight=2.0)
+    assert (out.rewards, out.reward, out.reward_failures) == ({"math": 2.0}, 2.0, {})
+    assert out.reward_parts == {"math/format": 0.5, "math/length": 7.0}
+    metrics = episode_metrics([out, keyed({"accuracy": 0.0, "format": 1.0}, "accuracy")])
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/math")} == {
+        "reward/math": 1.0,
+        "reward/math/format": 0.75,
+        "reward/math/length": 7.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"acuracy": 1.0, "format": 0.0},
+            "nothing under key = 'accuracy'; did you mean 'acuracy'? Known: acuracy, format",
+        ),
+        (1.0, "1.0; with key = 'accuracy' in its [[reward]] it must return a mapping"),
+        ({"accuracy": "high"}, "'high'; a reward is one finite number"),
+        (None, "None; a reward is one finite number"),
+    ],
+)
+def test_k77_a_missing_key_says_what_is_there(value: Any, message: str) -> None:
+    out = keyed(value, "accuracy")
+    assert (out.rewards, out.reward_failures, out.reward_parts) == ({"math": None}, {"math": f"returned {message}"}, {})
+
+
+class Counting:
+    """Counts its calls; closes in one of several ways."""
+
+    def __init__(self, closing: str = "sync") -> None:
+        self.calls, self.closed, self.closing = 0, 0, closing
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        self.calls += 1
+        return 1.0
+
+    def metrics(self) -> Mapping[str, float]:
+        if self.closing == "raise":
+            raise ValueError("lost")
+        calls, self.calls = self.calls, 0
+        return {"calls": calls}
+
+    def close(self) -> Any:
+        if self.closing == "raise":
+            raise OSError("gone")
+        if self.closing == "async":
+            return self._close()
+        self.closed += 1
+        return None
+
+    async def _close(self) -> None:
+        await asyncio.sleep(0)
+        self.closed += 1
+
+
+def test_rewards_may_have_metrics_and_close(caplog: pytest.LogCaptureFixture) -> None:
+    parts = {closing: Counting(closing) for closing in ("raise", "sync", "async")}
+    terms = [WeightedReward(name=name, weight=1.0, reward=reward) for name, reward in parts.items()]
+    terms.append(WeightedReward(name="env", weight=1.0, reward=EnvReturn()))
+
+    async def run() -> None:
+        threads = WorkerThreads("reward")
+        await score(episode("a"), terms, timeout=5, threads=threads)
+        assert reward_metrics(terms) == {"reward/sync/calls": 1.0, "reward/async/calls": 1.0}
+        assert reward_metrics(terms) == {"reward/sync/calls": 0.0, "reward/async/calls": 0.0}
+        await close_rewards(terms, timeout=5, threads=threads)
+        threads.close()
+
+    asyncio.run(run())
+    assert [reward.closed for reward in parts.values()] == [0, 1, 1]
+    assert [record.message for record in caplog.records] == ["reward raise: metrics() failed"] * 2 + [
+        "reward raise: close() failed"
+    ]
 
 
 def test_scores_of_other_number_types_are_taken() -> None:

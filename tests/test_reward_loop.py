@@ -1,0 +1,49 @@
+"""What the loop does with a reward beyond its score: its other numbers, its counters, its end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train import half_a, run, trainer
+
+from relax_gym.plugins import plugins
+from relax_gym.run_folder import read_lines
+
+made: list["Judge"] = []
+
+
+class Judge:
+    """Gives two numbers for an episode, counts what it judged, and notes when it is closed."""
+
+    def __init__(self) -> None:
+        self.judged = self.closed = 0
+        made.append(self)
+
+    def __call__(self, trajectory: Any) -> dict[str, float]:
+        self.judged += 1
+        return {"accuracy": trajectory.env_return, "length": float(len(trajectory.turns))}
+
+    def metrics(self) -> dict[str, float]:
+        judged, self.judged = self.judged, 0
+        return {"judged": judged}
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    plugins().tables["reward"].add("test_judge", Judge, "test")
+
+
+def test_parts_and_counters_are_logged_and_the_reward_is_closed(tmp_path: Path) -> None:
+    made.clear()
+    reward = [{"name": "test_judge", "key": "accuracy", "weight": 2.0}]
+    result = run(trainer(tmp_path, half_a, reward=reward, eval={"episodes": 3, "every": 1}))
+    assert result.metrics["reward/test_judge/length"] == 1.0
+    assert result.metrics["reward/mean"] == result.metrics["reward/test_judge"]
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["step"]]
+    assert [line["reward/test_judge/judged"] for line in lines] == [8.0] * 3  # evaluation's are not among them
+    episode = read_lines(tmp_path / "run" / "episodes.jsonl")[0]
+    assert episode["reward_parts"] == {"test_judge/length": 1.0}
+    assert [judge.closed for judge in made] == [1]
