@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
+MAX_LOG_RATIO = 20.0
+"""Beyond this |log-ratio| exp says nothing more and only risks an overflow, whose gradient 0 · ∞ would be NaN."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
@@ -42,14 +45,23 @@ class TrainedTokens:
 
     @property
     def ratio(self) -> Tensor:
-        """π/π_old for each token, [N]."""
-        return (self.logprobs - self.old_logprobs).exp()
+        """π/π_old for each token, [N]; its log is cut at ±MAX_LOG_RATIO, like that of `sequence_ratio`."""
+        return _bounded_exp(self.logprobs - self.old_logprobs)
+
+    @property
+    def sequence_ratio(self) -> Tensor:
+        """exp(mean over the sample's tokens of log π/π_old) at each of its tokens, [N]."""
+        return _bounded_exp(self.sample_mean(self.logprobs - self.old_logprobs))
 
     def sample_mean(self, values: Tensor) -> Tensor:
         """Mean of `values` [N] over the tokens of each sample, broadcast back to tokens, [N]."""
         sums = values.new_zeros(self.num_samples).index_add(0, self.sample, values)
         counts = values.new_zeros(self.num_samples).index_add(0, self.sample, values.new_ones(len(values)))
         return (sums / counts.clamp(min=1))[self.sample]
+
+
+def _bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 class Algorithm(BaseModel):
@@ -100,6 +112,9 @@ class Algorithm(BaseModel):
     filter_mean_range: tuple[float, float] | None = Field(
         None, description="drop groups whose mean raw reward is outside [low, high]: too hard or too easy; off"
     )
+    filter_quantiles: tuple[float, float] | None = Field(
+        None, description="drop groups whose mean raw reward is outside these quantiles of the step's groups; off"
+    )
     filter: str | None = Field(
         None, description="'module:function' that takes a Group and returns why to drop it, or None to keep it"
     )
@@ -139,12 +154,31 @@ class Algorithm(BaseModel):
                 f"correction = {self.correction!r} needs old_logprobs = 'recompute': with 'rollout' the ratio is taken "
                 "against the sampler's own log-probs already, and every weight is 1"
             )
-        if self.discount != 1 and self.credit == "episode":
-            raise ValueError(
-                f"discount = {self.discount} goes with credit = 'turn'; a whole episode has nothing to discount"
-            )
         if self.filter_mean_range is not None and self.filter_mean_range[0] > self.filter_mean_range[1]:
             raise ValueError(f"filter_mean_range = {list(self.filter_mean_range)} is empty; give [low, high]")
+        if self.filter_quantiles is not None and not 0 <= self.filter_quantiles[0] < self.filter_quantiles[1] <= 1:
+            raise ValueError(
+                f"filter_quantiles = {list(self.filter_quantiles)} are no quantiles; give [low, high] with "
+                "0 <= low < high <= 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_idle_options(self) -> Self:
+        """An option that was given and does nothing is a mistake."""
+        tis, icepop = self.correction == "tis", self.correction == "icepop"
+        goes_with = {
+            "correction_cap": ("correction = 'tis'", tis),
+            "correction_level": ("a correction", tis or icepop),
+            "icepop_low": ("correction = 'icepop'", icepop),
+            "icepop_high": ("correction = 'icepop'", icepop),
+            "kl_estimator": ("kl_coef > 0", self.kl_coef > 0),
+            "kl_reward_estimator": ("kl_reward_coef > 0", self.kl_reward_coef > 0),
+            "discount": ("credit = 'turn'", self.credit == "turn"),
+        }
+        for name, (master, on) in goes_with.items():
+            if name in self.model_fields_set and not on:
+                raise ValueError(f"{name} = {getattr(self, name)!r} goes with {master} and does nothing without it")
         return self
 
     def check_run(self, config: RunConfig) -> None:
@@ -155,6 +189,23 @@ class Algorithm(BaseModel):
                 "algorithm.credit = 'turn' spreads the env's own rewards over the turns, so [[reward]] must have "
                 f"'env' with weight 1 (it has {weights}); weigh the other rewards against it instead"
             )
+        on_policy = self.old_logprobs == "recompute" and self.correction == "none"
+        if config.train.max_staleness and on_policy and self.is_policy_gradient:
+            raise ConfigError(
+                f"train.max_staleness = {config.train.max_staleness} with algorithm.old_logprobs = 'recompute' and no "
+                "correction would train on stale tokens as if they were on-policy: the ratio starts at 1 whoever "
+                "sampled them; set correction = 'tis' or 'icepop', old_logprobs = 'rollout', or max_staleness = 0"
+            )
+
+    @property
+    def is_policy_gradient(self) -> bool:
+        """Whether the loss is an expectation over the policy's own tokens, so that it matters which policy that was."""
+        return True
+
+    @property
+    def leaves_out_flat(self) -> bool:
+        """Whether samples of advantage 0 leave the batch and the loss's denominators; else they count as trained."""
+        return False
 
     @property
     def needs_group(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -44,12 +45,32 @@ def drop_reason(group: Group, algorithm: Algorithm) -> str | None:
     return reason
 
 
+def batch_drop_reasons(groups: Sequence[Group], algorithms: Sequence[Algorithm]) -> list[str | None]:
+    """Why each group of a step's batch is left out of it by `filter_quantiles`; None for those that stay.
+
+    A group is compared with the n groups at hand that share its algorithm, `algorithms` having one for each `[[env]]`.
+    With raw mean rewards m_0 ≤ … ≤ m_{n−1}, those below m_⌊low·n⌋ or above m_⌈high·n⌉₋₁ are left out: at most these
+    shares, and of equal means all or none. It depends on the batch alone, not on what was played before.
+    """
+    reasons: list[str | None] = [None] * len(groups)
+    for algorithm in {id(algorithm): algorithm for algorithm in algorithms}.values():
+        own = [index for index, group in enumerate(groups) if algorithms[group.mixture] is algorithm]
+        if algorithm.filter_quantiles is None or not own:
+            continue
+        means = np.array([np.nanmean(groups[index].rewards) for index in own])
+        (low, high), ordered = algorithm.filter_quantiles, np.sort(means)
+        least, most = ordered[math.floor(low * len(own))], ordered[math.ceil(high * len(own)) - 1]
+        for index, mean in zip(own, means, strict=True):
+            reasons[index] = "mean_below_quantile" if mean < least else "mean_above_quantile" if mean > most else None
+    return reasons
+
+
 def assign_credit(groups: Sequence[Group], algorithms: Sequence[Algorithm]) -> list[TrainingSample]:
     """All samples of the global batch; an episode's (or turn's) advantage stands at each of its trained tokens.
 
     `algorithms` has one for each `[[env]]`. What an algorithm does over the whole batch, it does over all samples of
     the envs that share it. With `kl_reward_coef` only the learner, who has the reference model, can finish the
-    advantages: see `subtract_kl`.
+    advantages: see `subtract_kl`; until then they are float64.
     """
     samples: list[TrainingSample] = []
     for algorithm in {id(algorithm): algorithm for algorithm in algorithms}.values():
@@ -61,10 +82,13 @@ def assign_credit(groups: Sequence[Group], algorithms: Sequence[Algorithm]) -> l
 
 def _assign_credit(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainingSample]:
     pairs = [pair for group in groups for pair in _credit_group(group, algorithm)]
+    if algorithm.leaves_out_flat:
+        pairs = [(sample, values) for sample, values in pairs if values.any()]
     samples, advantages = [sample for sample, _ in pairs], [values for _, values in pairs]
+    dtype = np.float64 if algorithm.kl_reward_coef else np.float32
     if not algorithm.kl_reward_coef:
         advantages = _over_batch(samples, advantages, algorithm)
-    return [with_advantage(sample, values) for sample, values in zip(samples, advantages, strict=True)]
+    return [with_advantage(sample, values, dtype=dtype) for sample, values in zip(samples, advantages, strict=True)]
 
 
 def subtract_kl(
@@ -80,7 +104,7 @@ def subtract_kl(
     for sample, values in zip(reversed(samples), reversed(kl), strict=True):
         sums = np.cumsum(values[::-1])[::-1] + to_go[sample.episode_id]
         to_go[sample.episode_id] += float(values.sum())
-        own = sample.advantages[sample.loss_mask == 1].astype(np.float64)
+        own = sample.advantages[sample.loss_mask == 1]
         advantages.append(own - algorithm.kl_reward_coef * sums)
     final = _over_batch(samples, advantages[::-1], algorithm)
     return [with_advantage(sample, values) for sample, values in zip(samples, final, strict=True)]

@@ -21,9 +21,11 @@ def to_samples(trajectory: Trajectory, group_id: str) -> list[TrainingSample]:
     ]
 
 
-def with_advantage(sample: TrainingSample, advantage: float | NDArray[np.float64]) -> TrainingSample:
+def with_advantage(
+    sample: TrainingSample, advantage: float | NDArray[np.float64], *, dtype: type[np.floating] = np.float32
+) -> TrainingSample:
     """The sample with one advantage for all its trained tokens, or with one for each, [trained_tokens]."""
-    advantages = np.zeros(len(sample.token_ids), dtype=np.float32)
+    advantages = np.zeros(len(sample.token_ids), dtype=dtype)
     advantages[sample.loss_mask == 1] = advantage
     return dataclasses.replace(sample, advantages=advantages)
 

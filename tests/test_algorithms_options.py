@@ -71,6 +71,7 @@ def test_defaults_are_the_papers(name):
 
 
 TIS = {"name": "rloo", "correction": "tis", "old_logprobs": "recompute"}
+ICEPOP = {"name": "grpo", "correction": "icepop", "old_logprobs": "recompute"}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,16 @@ TIS = {"name": "rloo", "correction": "tis", "old_logprobs": "recompute"}
         ({"name": "dr_grpo"}, {}, "dr_grpo divides each sample's sum by a constant: give token_sum_norm"),
         ({"name": "dr_grpo", "aggregation": "token-mean", "token_sum_norm": 1.0}, {}, "go together"),
         ({"name": "grpo", "discount": 0.9}, {}, "discount = 0.9 goes with credit = 'turn'"),
+        ({"name": "grpo", "correction_cap": 3.0}, {}, "correction_cap = 3.0 goes with correction = 'tis'"),
+        (ICEPOP | {"correction_cap": 3.0}, {}, "correction_cap = 3.0 goes with correction = 'tis'"),
+        (TIS | {"icepop_low": 0.2}, {}, "icepop_low = 0.2 goes with correction = 'icepop'"),
+        ({"name": "grpo", "icepop_high": 5.0}, {}, "icepop_high = 5.0 goes with correction = 'icepop'"),
+        ({"name": "grpo", "correction_level": "sequence"}, {}, "correction_level = 'sequence' goes with a correction"),
+        ({"name": "grpo", "kl_estimator": "k3"}, {}, "kl_estimator = 'k3' goes with kl_coef > 0 and does nothing"),
+        ({"name": "grpo", "kl_reward_estimator": "k3"}, {}, "kl_reward_estimator = 'k3' goes with kl_reward_coef > 0"),
+        ({"name": "sft", "credit": "turn"}, {}, "credit = 'turn' does not go with sft"),
+        ({"name": "grpo", "filter_quantiles": [0.9, 0.1]}, {}, "filter_quantiles = [0.9, 0.1] are no quantiles"),
+        ({"name": "grpo", "filter_quantiles": [0.1, 10]}, {}, "filter_quantiles = [0.1, 10.0] are no quantiles"),
         (
             {"name": "grpo", "credit": "turn"},
             {"reward": [{"name": "env", "weight": 0.5}]},
@@ -135,11 +146,31 @@ def test_what_cannot_work_is_refused_at_parse_with_the_reason(algorithm, section
     assert message in str(caught.value)
 
 
+OPD = {"name": "opd", "teacher": "t"}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [*({"name": name} for name in NAMES if name != "sft"), OPD | {"rl_weight": 1.0}, OPD | {"level": "reward"}],
+)
+def test_stale_tokens_that_nothing_corrects_are_refused(algorithm):
+    algorithm = {**NEEDED.get(algorithm["name"], {}), **algorithm, "old_logprobs": "recompute"}
+    parse(algorithm)
+    with pytest.raises(ConfigError, match=r"train.max_staleness = 2 .*would train on stale tokens as if they were on"):
+        parse(algorithm, train={"max_staleness": 2})
+    for correction in ("tis", "icepop"):
+        parse(algorithm | {"correction": correction}, train={"max_staleness": 2})
+
+
 @pytest.mark.parametrize(
     ("algorithm", "sections"),
     [
         (TIS, {"train": {"max_staleness": 2}}),
         ({"name": "grpo"}, {"train": {"max_staleness": 2}}),
+        ({"name": "sft", "old_logprobs": "recompute"}, {"train": {"max_staleness": 2}}),
+        (OPD | {"old_logprobs": "recompute"}, {"train": {"max_staleness": 2}}),
+        (ICEPOP | {"icepop_high": 5.0, "correction_level": "sequence"}, {}),
+        ({"name": "grpo", "kl_coef": 0.1, "kl_estimator": "k2", "filter_quantiles": [0.0, 0.5]}, {}),
         ({"name": "sft"}, {"train": {"group_size": 1}}),
         ({"name": "reinforce_pp", "kl_reward_coef": 0.1}, {"train": {"group_size": 1}}),
         ({"name": "grpo", "credit": "turn", "discount": 0.9}, {}),

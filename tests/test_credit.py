@@ -9,7 +9,7 @@ import pytest
 from algorithm_cases import NAMES, build, episode, group, turn
 
 from relax_gym import credit
-from relax_gym.credit import drop_reason, subtract_kl
+from relax_gym.credit import batch_drop_reasons, drop_reason, subtract_kl
 from relax_gym.errors import TrainingError
 from relax_gym.types import Group
 
@@ -40,13 +40,21 @@ def test_an_episodes_advantage_stands_at_each_of_its_trained_tokens_in_every_seg
     assert [sample.advantages.tolist() for sample in samples] == [[0, 0, 0.5, 0.5], [0, 0.5], [0, 0, -0.5]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"sft"}))
 def test_k74_an_unscored_episode_gets_0_and_does_not_move_the_others(name):
     algorithm = build(name)
     whole = assign_credit([group([1.0, None, 0.0, 0.0])], algorithm)
     without = assign_credit([group([1.0, 0.0, 0.0])], algorithm)
     assert advantages(whole)[1] == [0.0]
     assert advantages(whole)[:1] + advantages(whole)[2:] == advantages(without)
+
+
+def test_sft_trains_on_nothing_but_the_episodes_kept():
+    played = group([1.0, None, 0.0, 1.0], lengths=[2, 3, 5, 1])
+    samples = assign_credit([played, group([0.0, 0.5], id="h")], build("sft", min_reward=0.8))
+    assert [sample.episode_id for sample in samples] == ["g-0", "g-3"]
+    assert advantages(samples) == [[1.0, 1.0], [1.0]]
+    assert sum(sample.trained_tokens for sample in samples) == 3
 
 
 def test_no_groups_give_no_samples_and_an_unscored_batch_gives_zeros():
@@ -128,6 +136,15 @@ def test_a_tiny_reward_difference_far_from_zero_is_whitened_before_it_is_rounded
     assert got == [pytest.approx([-0.7071], abs=1e-3), pytest.approx([0.7071], abs=1e-3)]
 
 
+@pytest.mark.parametrize("kl", [0.0, 1e-7])
+def test_what_a_kl_leaves_of_a_tiny_difference_far_from_zero_is_whitened_in_float64(kl):
+    algorithm = build("reinforce_pp", kl_reward_coef=1.0)
+    samples = assign_credit([group([1000.0, 1000.0 + 1e-6])], algorithm)
+    final = subtract_kl(samples, [np.array([kl]), np.array([kl])], algorithm)
+    assert [sample.advantages.dtype for sample in final] == [np.float32] * 2
+    assert advantages(final) == [pytest.approx([-0.7071], abs=1e-3), pytest.approx([0.7071], abs=1e-3)]
+
+
 # ---- KL in the reward ----------------------------------------------------------------------------
 
 
@@ -194,6 +211,53 @@ def broken(played: Group) -> bool:
 )
 def test_drop_reason(options, rewards, expected):
     assert drop_reason(group(rewards), build("grpo", **options)) == expected
+
+
+RAW = [[0.0, 0.2], [0.5], [0.9, 1.0], [0.5, None], [0.4, 0.4], [0.0], [1.0], [0.6]]
+MEANS = [0.1, 0.5, 0.95, 0.5, 0.4, 0.0, 1.0, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("quantiles", "below", "above"),
+    [
+        ((0.25, 0.75), {0.0, 0.1}, {0.95, 1.0}),
+        ((0.0, 0.9), set(), set()),  # a tenth of eight groups is none
+        ((0.0, 0.87), set(), {1.0}),
+        ((0.5, 1.0), {0.0, 0.1, 0.4}, set()),  # the two at 0.5 stay or go together
+        ((0.0, 1.0), set(), set()),
+    ],
+)
+def test_quantiles_leave_out_at_most_these_shares_of_the_batch(quantiles, below, above):
+    groups = [group(rewards, id=str(i)) for i, rewards in enumerate(RAW)]
+    reasons = batch_drop_reasons(groups, (build("grpo", filter_quantiles=quantiles),))
+    assert {mean for mean, why in zip(MEANS, reasons, strict=True) if why == "mean_below_quantile"} == below
+    assert {mean for mean, why in zip(MEANS, reasons, strict=True) if why == "mean_above_quantile"} == above
+    kept = [mean for mean, why in zip(MEANS, reasons, strict=True) if why is None]
+    assert sorted([*kept, *below, *above]) == sorted(MEANS)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
+def test_quantiles_never_leave_out_everything_or_one_of_equals(count):
+    algorithm = build("grpo", filter_quantiles=(0.45, 0.55))
+    equal = [group([0.3, 0.7], id=str(i)) for i in range(count)]
+    assert batch_drop_reasons(equal, (algorithm,)) == [None] * count
+    unequal = [group([float(i)], id=str(i)) for i in range(count)]
+    assert batch_drop_reasons(unequal, (algorithm,)).count(None) >= min(count, 1)
+
+
+def test_quantiles_compare_the_groups_that_share_an_algorithm():
+    halves = build("grpo", filter_quantiles=(0.5, 1.0))
+    groups = [
+        of(*(with_mixture(t, i % 2) for t in group([float(i)], id=str(i)).trajectories), id=str(i)) for i in range(6)
+    ]
+    together = batch_drop_reasons(groups, (halves, halves))
+    assert together == ["mean_below_quantile"] * 3 + [None] * 3
+    first_only = batch_drop_reasons(groups, (halves, build("grpo")))
+    assert first_only == ["mean_below_quantile", *[None] * 5]
+
+
+def with_mixture(trajectory, mixture):
+    return dataclasses.replace(trajectory, task=dataclasses.replace(trajectory.task, mixture=mixture))
 
 
 def test_k76_filters_look_at_raw_rewards_not_at_shaped_ones():

@@ -36,4 +36,4 @@ class GSPO(GRPO):
 
     def ratio(self, tokens: TrainedTokens) -> Tensor:
         """s_i at each token of sample i, [N]."""
-        return tokens.sample_mean(tokens.logprobs - tokens.old_logprobs).exp()
+        return tokens.sequence_ratio

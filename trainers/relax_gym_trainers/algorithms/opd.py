@@ -67,6 +67,11 @@ class OPD(GRPO):
                 )
 
     @property
+    def is_policy_gradient(self) -> bool:
+        """The divergence as a loss is exact for any state, whichever policy came there."""
+        return self.level == "reward" or self.rl_weight > 0
+
+    @property
     def needs_group(self) -> bool:
         """A teacher judges each token by itself; only GRPO's part compares episodes."""
         return self.rl_weight > 0

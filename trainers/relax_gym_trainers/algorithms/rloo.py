@@ -23,7 +23,6 @@ class RLOO(Algorithm):
 
     def check_run(self, config: RunConfig) -> None:
         """Refuse what would train on stale tokens as if they were the policy's own."""
-        super().check_run(config)
         if config.train.max_staleness and self.correction == "none":
             raise ConfigError(
                 f"algorithm 'rloo' has no ratio, so train.max_staleness = {config.train.max_staleness} would train on "
@@ -33,6 +32,7 @@ class RLOO(Algorithm):
         for key in ("epochs", "updates_per_step"):
             if config.learner.options.get(key, 1) != 1:
                 raise ConfigError(f"algorithm 'rloo' has no ratio, so learner.{key} must be 1; another one has a ratio")
+        super().check_run(config)
 
     def advantages(self, rewards: FloatArray) -> FloatArray:
         """Reward minus the mean of the others, [G] → [G]."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_gym.algorithm import Algorithm, FloatArray, TrainedTokens
 from relax_gym_trainers.functional import reinforce_loss
@@ -17,14 +17,29 @@ if TYPE_CHECKING:
 class SFT(Algorithm):
     """Supervised fine-tuning on sampled episodes (RFT: Yuan et al. 2023, arXiv:2308.01825).
 
-    A = 1 for the episodes kept, 0 for the rest; L = −ℓ for each token kept, divided by all trained tokens of the batch.
+    A = 1 for the episodes kept, 0 for the rest, which leave the batch: the loss is the mean of −ℓ over the tokens kept.
     Kept are, of those that reach `min_reward`, the best of each group (`keep = "best"`, ties included) or all. Groups
-    without contrast are kept whole unless `filter_zero_variance` drops them. To imitate an env's own expert before any
-    sampling, use `[warmup]` instead.
+    without contrast are kept whole unless `filter_zero_variance` drops them. SFT on an env's own expert is `[warmup]`.
     """
 
     keep: Literal["best", "all"] = Field("best", description="the episodes with a group's highest reward, or all")
     min_reward: float | None = Field(None, description="episodes with less are never kept; off")
+
+    @model_validator(mode="after")
+    def _keep_episodes(self) -> Self:
+        if self.credit == "turn":
+            raise ValueError("credit = 'turn' does not go with sft, which keeps whole episodes; leave it out")
+        return self
+
+    @property
+    def is_policy_gradient(self) -> bool:
+        """What is imitated is good whoever said it."""
+        return False
+
+    @property
+    def leaves_out_flat(self) -> bool:
+        """An episode that is not kept is no part of the mean."""
+        return True
 
     @property
     def needs_group(self) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from relax_gym.algorithm import MAX_LOG_RATIO
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
-
-MAX_LOG_RATIO = 20.0
-"""Beyond this |Δ| exp(−Δ) says nothing more and only risks an overflow, whose gradient would be NaN."""
 
 MAX_K3 = 10.0
 """One token's k3 is cut here: it grows exponentially where π fell far below π_ref."""
