@@ -1,5 +1,6 @@
 """Off-policy corrections: their numbers, that they are constants, and what the learner does with them."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -123,17 +124,26 @@ def test_decoupled_ppo_takes_each_tokens_behaviour_from_the_version_that_sampled
 
 
 def test_mismatch_by_token():
-    gaps = mismatch(build("grpo"), t(-1, -1, -1), t(-1, -1 - LN3, -1 + LN3))
+    whole = tokens(t(-1, -1, -1), [1, 1, 1], rollout=[-1, -1 - LN3, -1 + LN3])
+    gaps = mismatch(build("grpo"), whole)
     assert gaps["mean"].tolist() == pytest.approx([0, LN3, LN3])
     # Δ = ℓ_roll − ℓ is −ln 3, then ln 3: e^{−Δ} − 1 + Δ.
     assert gaps["k3"].tolist() == pytest.approx([0, 3 - 1 - LN3, 1 / 3 - 1 + LN3])
     assert gaps["clipped"].tolist() == [False, True, False]
-    popped = mismatch(recompute(correction="icepop"), t(-1, -1, -1), t(-1, -1 - LN3, -1 + LN3))
-    assert popped["clipped"].tolist() == [False, True, True]
+    assert mismatch(recompute(correction="icepop"), whole)["clipped"].tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(("correction", "cut"), [("tis", [False] * 3 + [True]), ("icepop", [False] * 3 + [True])])
+def test_what_is_clipped_is_what_the_correction_cuts_at_its_level(correction, cut):
+    # Geometric means: √3 in sample 0, 1 in sample 1, 4 in sample 2; the first token's own ratio is 3.
+    rollout = [-1 - LN3, -1, -1, -1 - math.log(4)]
+    whole = tokens(t(-1, -1, -1, -1), [1] * 4, rollout=rollout, sample=[0, 0, 1, 2])
+    assert mismatch(recompute(correction=correction, correction_level="sequence"), whole)["clipped"].tolist() == cut
+    assert mismatch(recompute(correction=correction), whole)["clipped"].tolist() == [True, False, False, True]
 
 
 def test_the_gap_to_the_sampler_is_always_logged_and_its_correction_when_there_is_one(tiny):
-    gaps = {"logprob_diff_mean", "logprob_diff_max", "logprob_diff_k3", "logprob_diff_clipped"}
+    gaps = {f"logprob_diff_{name}" for name in ("mean", "max", "k3", "clipped", "tokens")}
     plain = learner(context(tiny, old_logprobs="recompute")).step(random_batch())
     assert gaps <= set(plain)
     assert not {"correction_weight", "correction_dropped"} & set(plain)
@@ -142,6 +152,21 @@ def test_the_gap_to_the_sampler_is_always_logged_and_its_correction_when_there_i
     assert gaps | {"correction_weight", "correction_dropped"} <= set(popped)
     assert popped["correction_dropped"] == popped["logprob_diff_clipped"] > 0
     assert popped["logprob_diff_mean"] == plain["logprob_diff_mean"]
+
+
+def test_the_number_of_tokens_compared_with_the_sampler_is_logged(tiny):
+    samples = list(random_batch().samples)
+    samples[0] = dataclasses.replace(samples[0], advantages=np.zeros_like(samples[0].advantages))
+    batch = Batch(version=0, samples=samples)
+    scored = sum(s.trained_tokens for s in samples[1:])
+    assert learner(context(tiny)).step(batch)["logprob_diff_tokens"] == scored
+    assert learner(context(tiny, entropy_coef=0.1)).step(batch)["logprob_diff_tokens"] == batch.trained_tokens
+    first = sum(s.trained_tokens for s in samples[1:3])
+    assert learner(context(tiny), updates_per_step=2).step(batch)["logprob_diff_tokens"] == first
+    flat = [dataclasses.replace(s, advantages=np.zeros_like(s.advantages)) for s in samples]
+    nothing = learner(context(tiny)).step(Batch(version=0, samples=flat))
+    assert nothing["logprob_diff_tokens"] == 0
+    assert "logprob_diff_mean" not in nothing
 
 
 def test_without_a_gap_a_correction_changes_nothing(tiny):

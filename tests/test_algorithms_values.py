@@ -17,6 +17,7 @@ from relax_gym_trainers.functional import (
     sapo_loss,
     whiten,
 )
+from relax_gym_trainers.objective import policy_loss
 
 
 def test_every_algorithm_is_registered():
@@ -216,6 +217,33 @@ def test_anchored_ratio_has_the_value_of_the_sequence_and_the_gradient_of_the_to
     ratio.sum().backward()
     assert ratio.tolist() == [1.25, 0.5]
     assert logprobs.grad.tolist() == [1.25, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [-2000.0, 100.0, 2000.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ratio_that_overflows_gives_no_nan_where_nothing_is_to_be_learned(name, gap, dtype):
+    """A = 0 for the first token of the first sample; the second sample is dropped by icepop."""
+    logprobs = torch.tensor([gap - 1, -1.1, gap - 1], dtype=dtype, requires_grad=True)
+    extreme = tokens(logprobs, [0.0, 0.5, -1.0], rollout=[-1.0, -1.0, -99.0], sample=[0, 1, 2])
+    for losses in (
+        build(name).token_loss(extreme)[:2],
+        policy_loss(build(name, correction="icepop", old_logprobs="recompute"), extreme),
+    ):
+        (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+        assert losses[0] == 0
+        assert losses.isfinite().all()
+        assert gradient.isfinite().all()
+        assert gradient[0] == gradient[2] == 0
+        assert gradient[1] != 0
+
+
+@pytest.mark.parametrize("gap", [1e-9, 0.3, -7.0, 19.9, -19.9])
+def test_a_ratio_whose_log_is_below_20_is_not_touched(gap):
+    whole = tokens(t(gap - 1, gap - 1), [1.0, 1.0], sample=[0, 0])
+    plain = (whole.logprobs - whole.old_logprobs).exp()
+    assert torch.equal(whole.ratio, plain)
+    assert torch.equal(whole.sequence_ratio, whole.sample_mean(whole.logprobs - whole.old_logprobs).exp())
 
 
 def test_reinforce_has_the_advantage_as_gradient():

@@ -61,7 +61,7 @@ def test_metrics_of_a_step(tiny):
     trainer = learner(context(tiny, kl_coef=0.1))
     metrics = trainer.step(random_batch())
     with_gradient = {"entropy", "ratio_mean", "clip_fraction", "kl"}
-    gap = {"logprob_diff_mean", "logprob_diff_max", "logprob_diff_k3", "logprob_diff_clipped"}
+    gap = {f"logprob_diff_{name}" for name in ("mean", "max", "k3", "clipped", "tokens")}
     counts = {"updates", "trained_tokens", "padded_tokens", "prefix_saved_tokens", "seconds"}
     assert set(metrics) == {"loss", "grad_norm", "lr"} | with_gradient | gap | counts
     assert all(math.isfinite(value) for value in metrics.values())
@@ -99,7 +99,8 @@ def test_a_non_finite_loss_ends_training_and_leaves_the_weights(tiny, where):
     broken = sample([3, 4, 5], [0, 0, 1], advantage=math.inf if where == "advantage" else -1.0)
     if where == "logprob":
         broken = dataclasses.replace(broken, logprobs=np.array([0, 0, -math.inf], dtype=np.float32))
-    with pytest.raises(TrainingError, match=r"loss of step 1 is (inf|-inf|nan); the weights are as they were"):
+    what = "loss" if where == "advantage" else "sampler's log-prob of a token"
+    with pytest.raises(TrainingError, match=rf"the {what} of step 1 is (inf|-inf|nan); the weights are as they were"):
         trainer.step(Batch(version=0, samples=[broken]))
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
     trainer.step(random_batch())
@@ -324,6 +325,18 @@ def test_a_broken_model_is_refused(tmp_path):
 def test_options_that_cannot_work_are_refused(tiny, options, message):
     with pytest.raises(ConfigError, match=message):
         learner(context(tiny), **options)
+
+
+@pytest.mark.parametrize(("key", "value", "off"), [("top_p", 0.9, "1.0"), ("top_k", 20, "0"), ("min_p", 0.05, "0.0")])
+def test_sampling_from_less_than_the_full_distribution_is_warned_of(tiny, caplog, key, value, off):
+    run = context(tiny)
+    learner(run)
+    assert caplog.messages == []
+    rollout = run.config.rollout.model_copy(update={key: value})
+    learner(dataclasses.replace(run, config=run.config.model_copy(update={"rollout": rollout})))
+    (message,) = caplog.messages
+    assert message.startswith(f"rollout.{key} = {value}: tokens are sampled from a truncated distribution")
+    assert f"set it to {off} " in message
 
 
 def test_close_is_idempotent(tiny):

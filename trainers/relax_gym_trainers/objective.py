@@ -41,15 +41,16 @@ def correction_weight(algorithm: Algorithm, tokens: TrainedTokens) -> Tensor:
     return weight
 
 
-def mismatch(algorithm: Algorithm, logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """How far the learner's log-probs are from the sampler's under the same weights, by token, [N] each.
+def mismatch(algorithm: Algorithm, tokens: TrainedTokens) -> dict[str, Tensor]:
+    """How far ℓ, of the weights before any update, is from ℓ_roll, by token, [N] each, without gradient.
 
-    `mean` is |ℓ_old − ℓ_roll|, `k3` the estimate of KL(sampler‖learner), `clipped` whether exp(ℓ_old − ℓ_roll) is what
-    the correction cuts: outside [icepop_low, icepop_high] with icepop, else above correction_cap.
+    `mean` is |ℓ − ℓ_roll|, `k3` the estimate of KL(sampler‖learner), `clipped` whether exp(ℓ − ℓ_roll), at the level of
+    the correction, is what it cuts: outside [icepop_low, icepop_high] with icepop, else above correction_cap.
     """
-    gap = logprobs - rollout_logprobs
-    ratio = gap.exp()
+    logprobs = tokens.logprobs.detach()
+    gap = logprobs - tokens.rollout_logprobs
+    ratio = (tokens.sample_mean(gap) if algorithm.correction_level == "sequence" else gap).exp()
     clipped = ratio > algorithm.correction_cap
     if algorithm.correction == "icepop":
         clipped = (ratio < algorithm.icepop_low) | (ratio > algorithm.icepop_high)
-    return {"mean": gap.abs(), "k3": kl_estimate(rollout_logprobs, logprobs, "k3"), "clipped": clipped}
+    return {"mean": gap.abs(), "k3": kl_estimate(tokens.rollout_logprobs, logprobs, "k3"), "clipped": clipped}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from relax_gym.algorithm import Algorithm
-from relax_gym.config import load_algorithms
+from relax_gym.config import RolloutConfig, load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
 from relax_gym.learner import Learner
@@ -31,6 +32,8 @@ from relax_gym_trainers.torch_learner.update import (
     accumulate_imitation_gradient,
     plan,
 )
+
+log = logging.getLogger("relax_gym")
 
 STATE_FILE = "learner_state.pt"
 
@@ -50,6 +53,7 @@ class TorchLearner(Learner):
             ModelError: the model cannot be loaded or gives non-finite numbers.
         """
         config = context.config
+        _warn_of_truncation(config.rollout)
         self.options = options
         algorithms = load_algorithms(config)
         self._total_steps = config.train.steps
@@ -88,8 +92,9 @@ class TorchLearner(Learner):
             that they need not, thanks to shared prompts. When something was trained also, as means over its tokens:
             `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with an advantage that the
             algorithm gave no gradient), what KL, teachers and corrections add (`kl`, `kl_reward`, `opd_kl`,
-            `teacher_logprob`, `correction_weight`, `correction_dropped`); and, for the first update, the gap between
-            learner and sampler: `logprob_diff_mean`, `_max`, `_k3`, `_clipped`.
+            `teacher_logprob`, `correction_weight`, `correction_dropped`); and, for the tokens of the first update that
+            were scored, whose number is `logprob_diff_tokens`, the gap between learner and sampler:
+            `logprob_diff_mean`, `_max`, `_k3`, `_clipped`.
 
         Raises:
             TrainingError: loss or gradient is not finite; the update that found it changed nothing.
@@ -115,6 +120,7 @@ class TorchLearner(Learner):
             "trained_tokens": float(batch.trained_tokens),
             "padded_tokens": float(sum(b.padded_tokens for part in parts for b in part.micro_batches)),
             "prefix_saved_tokens": float(sum(part.saved_tokens for part in parts)),
+            "logprob_diff_tokens": float(tally.counts["logprob_diff_mean"]),
             **tally.metrics(),
             "seconds": time.perf_counter() - started,
         }
@@ -279,6 +285,18 @@ class TorchLearner(Learner):
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["adapters"], strict=True):
                 parameter.copy_(value)
+
+
+def _warn_of_truncation(rollout: RolloutConfig) -> None:
+    cut = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for key in (key for key, off in cut.items() if getattr(rollout, key) != off):
+        log.warning(
+            "rollout.%s = %s: tokens are sampled from a truncated distribution but trained with log-probs of the full "
+            "one, so the gradient is biased; set it to %s to train on what is sampled",
+            key,
+            getattr(rollout, key),
+            cut[key],
+        )
 
 
 def split_by_group(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:

@@ -135,6 +135,9 @@ def accumulate_policy_gradient(
         for index, batch in enumerate(part.micro_batches):
             logprobs, terms = _score(policy, algorithm, distiller, batch, tally)
             rollout = torch.from_numpy(batch.logprobs).to(logprobs)
+            if not rollout.isfinite().all():  # log-ratios are cut, so it would not show in the loss
+                worst = rollout[~rollout.isfinite()][0].item()
+                raise TrainingError(non_finite("sampler's log-prob of a token", worst, step))
             # The loss is a function of [N] numbers: differentiated apart from the model, its pieces can be looked at.
             leaf = logprobs.detach().requires_grad_()
             tokens = TrainedTokens(
@@ -153,7 +156,7 @@ def accumulate_policy_gradient(
             total += loss
             _backward(policy, [(logprobs, grad), *((value, factor * weights) for value, factor in terms)])
             if first:
-                _compare(algorithm, logprobs.detach(), rollout, tally)
+                _compare(algorithm, tokens, tally)
     return total
 
 
@@ -212,8 +215,8 @@ def _backward(policy: Policy, outputs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward([output for output, _ in used], [grad for _, grad in used])
 
 
-def _compare(algorithm: Algorithm, logprobs: Tensor, rollout: Tensor, tally: Tally) -> None:
-    gaps = mismatch(algorithm, logprobs, rollout)
+def _compare(algorithm: Algorithm, tokens: TrainedTokens, tally: Tally) -> None:
+    gaps = mismatch(algorithm, tokens)
     tally.mean(**{f"logprob_diff_{name}": value for name, value in gaps.items()})
     tally.maximum("logprob_diff_max", gaps["mean"])
 
