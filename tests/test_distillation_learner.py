@@ -382,6 +382,12 @@ def test_rows_that_pad_the_teachers_vocabulary_are_cut_and_missing_ones_refused(
         distilling(models, teacher=teacher("short", vocab_size=60))
 
 
+def test_more_top_tokens_than_the_vocabulary_has_are_refused_when_the_teacher_is_loaded(models):
+    distilling(models, top_k=61)
+    with pytest.raises(ConfigError, match=r"algorithm.top_k = 62 is more than the 61 tokens of the vocabulary"):
+        distilling(models, top_k=62)
+
+
 def test_a_teacher_that_is_not_there_is_named(models, tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         distilling(models, teacher=str(tmp_path / "nowhere"))

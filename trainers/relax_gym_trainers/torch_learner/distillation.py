@@ -22,7 +22,7 @@ from relax_gym_trainers.torch_learner.divergence import FullVocabulary, Target, 
 from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.packing import MicroBatch
-from relax_gym_trainers.torch_learner.teacher import FrozenTeacher, load_teacher
+from relax_gym_trainers.torch_learner.teacher import FrozenTeacher, load_teacher, vocabulary_rows
 
 
 class Distiller:
@@ -106,9 +106,16 @@ def load_distiller(
 
     Raises:
         ModelError: a teacher cannot be found, or does not fit the model.
+        ConfigError: `top_k` is more than there is.
     """
     if distillation is None:
         return None
+    rows = vocabulary_rows(student.model)
+    if distillation.top_k > rows:
+        raise ConfigError(
+            f"algorithm.top_k = {distillation.top_k} is more than the {rows} tokens of the vocabulary; give fewer, or "
+            "0 to compare all"
+        )
     config = context.config
     trust = config.model.trust_remote_code
     teachers = {

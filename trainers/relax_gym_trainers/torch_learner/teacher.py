@@ -65,7 +65,7 @@ class FrozenTeacher(Teacher):
             raw = policy.raw_logits(features[rows])
             for part in blocks(raw):
                 log_q = policy.logits(raw[part]).log_softmax(-1)
-                top, ids = log_q.topk(min(top_k, log_q.shape[-1]))
+                top, ids = log_q.topk(top_k)
                 pieces.append((log_q.gather(-1, targets[rows][part][:, None])[:, 0], ids, top))
         return [torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True)]
 
@@ -89,7 +89,7 @@ def load_teacher(
     """
     _check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust_remote_code))
     model = models.load_model(folder, trust_remote_code=trust_remote_code).requires_grad_(False)
-    _match_rows(folder, model, rows=_rows(student.model), used=len(tokenizer))
+    _match_rows(folder, model, rows=vocabulary_rows(student.model), used=len(tokenizer))
     policy = Policy(
         model,
         temperature=student.temperature,
@@ -115,19 +115,20 @@ def _check_tokenizer(folder: Path, student: PreTrainedTokenizerBase, teacher: Pr
     )
 
 
-def _rows(model: PreTrainedModel) -> int:
+def vocabulary_rows(model: PreTrainedModel) -> int:
+    """How many ids the model has logits for."""
     rows: int = model.config.get_text_config().vocab_size
     return rows
 
 
 def _match_rows(folder: Path, model: PreTrainedModel, *, rows: int, used: int) -> None:
     """Cut rows that pad the teacher's vocabulary beyond the student's; they stand for no token."""
-    if _rows(model) == rows:
+    if vocabulary_rows(model) == rows:
         return
-    if not _rows(model) > rows >= used:
+    if not vocabulary_rows(model) > rows >= used:
         raise ModelError(
-            f"teacher {folder} has logits for {_rows(model)} ids, the model for {rows}; a teacher needs as many, or "
-            f"more if those beyond {rows} are no tokens (the tokenizer has {used})"
+            f"teacher {folder} has logits for {vocabulary_rows(model)} ids, the model for {rows}; a teacher needs as "
+            f"many, or more if those beyond {rows} are no tokens (the tokenizer has {used})"
         )
     model.resize_token_embeddings(rows)
 
