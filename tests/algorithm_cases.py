@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from torch import Tensor
 from relax_gym.algorithm import Algorithm, TrainedTokens
 from relax_gym.plugins import plugins
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, TrainingSample, Trajectory, Turn
-from relax_gym_trainers.torch_learner.update import Tally, accumulate_policy_gradient, plan, score_all
+from relax_gym_trainers.torch_learner.objectives import Objective
+from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.update import Tally
 
 NEEDED: dict[str, dict[str, Any]] = {"dr_grpo": {"token_sum_norm": 8.0}}
 NAMES = [
@@ -111,13 +113,20 @@ def group(rewards: Sequence[float | None], *, lengths: Sequence[int] | None = No
 
 
 class TablePolicy:
-    """A policy to `accumulate_policy_gradient`: the next token depends on nothing but the last one, in float64."""
+    """A policy to an `Objective`: the next token depends on nothing but the last one, in float64."""
 
     device = torch.device("cpu")
+    pair_cost = 0.0
 
-    def __init__(self, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.table = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=generator, requires_grad=True)
+    def __init__(self, *, share: bool) -> None:
+        self.share_prefix = share
+        self.table = random_table(0).requires_grad_()
+
+    @contextlib.contextmanager
+    def as_table(self, table: Tensor) -> Iterator[None]:
+        own, self.table.data = self.table.data, table
+        yield
+        self.table.data = own
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -129,8 +138,13 @@ class TablePolicy:
         return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+def random_table(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=generator)
+
+
 def random_samples(rng: np.random.Generator, count: int) -> list[TrainingSample]:
-    """Samples of unequal lengths with one to three turns, some with one prompt; each sample has one advantage."""
+    """Samples of unequal lengths with one to three turns, some with one prompt; each turn has an advantage."""
     prompts = [rng.integers(0, VOCABULARY, rng.integers(1, 5)).tolist() for _ in range(2)]
     out = []
     for index in range(count):
@@ -140,32 +154,36 @@ def random_samples(rng: np.random.Generator, count: int) -> list[TrainingSample]
             ids += rng.integers(0, VOCABULARY, said + reply).tolist()
             mask += [1] * said + [0] * reply
         logprobs = np.where(np.array(mask) == 1, -2.4 + rng.normal(0, 0.5, len(mask)), 0.0)
-        advantage = float(rng.normal())
-        out.append(
-            sample(ids, mask, advantage=advantage, logprobs=logprobs, group=f"g{index % 2}", episode=f"e{index}")
-        )
+        made = sample(ids, mask, logprobs=logprobs, group=f"g{index % 2}", episode=f"e{index}")
+        for start, end in made.turn_spans:
+            made.advantages[start:end] = rng.normal()
+        out.append(made)
     return out
 
 
 def loss_and_gradient(
-    algorithm: Algorithm, samples: Sequence[TrainingSample], *, budget: int = 10_000, share: bool = True
+    algorithm: Algorithm,
+    samples: Sequence[TrainingSample],
+    *,
+    budget: int = 10_000,
+    share: bool = True,
+    ranks: Sequence[Sequence[int]] | None = None,
 ) -> tuple[float, Tensor]:
-    """The update's loss and its gradient against the table; `old` and reference policies are other tables."""
-    policy = TablePolicy()
-    part = plan(samples, budget=budget, share_prefix=share, skip_flat=False)
-    old = [torch.from_numpy(b.logprobs) for b in part.micro_batches]
-    if algorithm.old_logprobs == "recompute":
-        old = score_all(_mixed(0.3), part.micro_batches)
-    reference = score_all(TablePolicy(2), part.micro_batches) if algorithm.kl_coef else None
-    loss = accumulate_policy_gradient(
-        policy, algorithm, part, old=old, reference=reference, tally=Tally(), first=True, step=1
+    """The loss of a second update on the samples and its gradient against the table; reference and policy before the
+    first update are other tables. `ranks` are the indices of the samples on each of several ranks, which are summed.
+    """
+    policy = TablePolicy(share=share)
+    objective = Objective(
+        algorithm=algorithm,
+        distiller=None,
+        loss_weight=1.0,
+        policy=policy,  # type: ignore[arg-type]
+        options=TorchLearnerOptions(micro_batch_tokens=budget),
+        as_reference=lambda: policy.as_table(random_table(2)),
     )
-    assert policy.table.grad is not None
-    return loss, policy.table.grad
-
-
-def _mixed(share: float) -> Any:
-    policy = TablePolicy()
-    with torch.no_grad():
-        policy.table += share * TablePolicy(1).table
-    return policy
+    with policy.as_table(random_table(0) + 0.3 * random_table(1)):
+        shaped = objective.shape(samples, Tally())
+        shards = [range(len(samples))] if ranks is None else ranks
+        pieces = [objective.piece([shaped[i] for i in shard], shaped, only=False) for shard in shards]
+    loss = sum(piece.accumulate(tally=Tally(), first=True, step=1) for piece in pieces)
+    return loss, torch.zeros_like(policy.table) if policy.table.grad is None else policy.table.grad

@@ -19,6 +19,10 @@ CASES = {
     ),
     "masked-kl-entropy": ("sapo", {"sequence_mask_delta": 0.1, "kl_coef": 0.3, "entropy_coef": 0.02}),
     "kl-k2": ("reinforce_pp_baseline", {"kl_coef": 0.3}),
+    "kl-reward": ("grpo", {"kl_reward_coef": 0.2}),
+    "kl-reward-whitened": ("reinforce_pp", {"kl_reward_coef": 0.2, "old_logprobs": "recompute"}),
+    "dual-clip": ("dapo", {"dual_clip": 1.3}),
+    "gspo_token-sum-norm": ("gspo_token", {"aggregation": "seq-mean-token-sum-norm", "token_sum_norm": 7.0}),
     **{
         f"grpo-{aggregation}": ("grpo", {"aggregation": aggregation, **norm})
         for aggregation, norm in [("token-mean", {}), ("seq-mean-token-sum-norm", {"token_sum_norm": 7.0})]
@@ -52,6 +56,18 @@ def test_k23_k24_k26_order_micro_batches_and_padding_change_nothing(name, seed, 
     shuffled = data.draw(st.permutations(samples))
     whole = loss_and_gradient(case(name), samples)
     assert_same(loss_and_gradient(case(name), shuffled, budget=budget, share=share), whole)
+
+
+@pytest.mark.parametrize("name", CASES)
+@few
+@given(seed=seeds, count=counts, ranks=st.sampled_from([2, 4]), budget=st.integers(1, 60), data=st.data())
+def test_k23_the_sum_over_ranks_is_the_whole_whatever_rank_a_sample_is_on(name, seed, count, ranks, budget, data):
+    samples = random_samples(np.random.default_rng(seed), count)
+    rank_of = data.draw(st.lists(st.integers(0, ranks - 1), min_size=count, max_size=count))
+    shards = [[index for index, own in enumerate(rank_of) if own == rank] for rank in range(ranks)]
+    assert_same(
+        loss_and_gradient(case(name), samples, budget=budget, ranks=shards), loss_and_gradient(case(name), samples)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
