@@ -68,7 +68,7 @@ def test_kl_estimators(delta, k1, k2, k3):
     assert got == pytest.approx([k1, k2, k3], abs=1e-6)
 
 
-def test_k3_is_cut_at_ten_and_its_gradient_stays_finite():
+def test_the_estimator_k3_is_cut_at_ten_and_its_gradient_stays_finite():
     logprobs = t(-1000.0, -4.0, 1000.0).requires_grad_()
     estimate = kl_estimate(logprobs, t(-1.0, -1.0, -1.0), "k3")
     estimate.sum().backward()

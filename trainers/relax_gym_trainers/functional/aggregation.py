@@ -20,14 +20,15 @@ def token_weights(
     total_samples: int,
     norm: float | None = None,
 ) -> FloatArray:
-    """Weight w_i of each token of each sample, [S]: loss = Σ_i w_i Σ_t L_{i,t}, summed over all micro-batches.
+    """Weight w_i of each token of sample i, [S] → [S] float64: loss = Σ_i w_i Σ_t L_{i,t}, over all micro-batches.
 
-    `token_counts` [S] are the trained tokens of the samples at hand; `total_tokens` and `total_samples` (those with a
-    trained token) are of the whole global batch, which is why the gradient does not depend on how the batch is cut.
+    `token_counts` [S], T_i, are the trained tokens of the samples at hand; `total_tokens` and `total_samples` (those
+    with a trained token) are of the whole global batch, so that the gradient does not depend on how the batch is cut.
 
-    - `token-mean`: 1 / total_tokens
-    - `seq-mean-token-mean`: 1 / (total_samples · T_i)
-    - `seq-mean-token-sum-norm`: 1 / (total_samples · norm), norm a constant (Dr. GRPO, arXiv:2503.20783)
+    - `token-mean`: w_i = 1 / total_tokens (DAPO: Yu et al. 2025, arXiv:2503.14476)
+    - `seq-mean-token-mean`: w_i = 1 / (total_samples · T_i) (GRPO: Shao et al. 2024, arXiv:2402.03300)
+    - `seq-mean-token-sum-norm`: w_i = 1 / (total_samples · norm), norm constant (Dr. GRPO: Liu et al. 2025,
+      arXiv:2503.20783)
     """
     counts = np.asarray(token_counts, dtype=np.float64)
     if aggregation == "token-mean":

@@ -25,7 +25,11 @@ EMPTY = -30.0
 
 
 def divergence(logprobs: Tensor, teacher_logprobs: Tensor, form: Form, *, alpha: float = 0.5) -> Tensor:
-    """The divergence of that name; `alpha` is for "jsd"."""
+    """D(p, q) of that name over the last dimension, [..., V] and [..., V] → [...], from log-probs of p and q.
+
+    "reverse": Σ p (log p − log q). "forward": Σ q (log q − log p). "jsd": (1 − α) KL(p‖m) + α KL(q‖m) with
+    m = (1 − α) p + α q, α = `alpha`. GKD: Agarwal et al. 2024 (arXiv:2306.13649).
+    """
     if form == "reverse":
         return reverse_kl(logprobs, teacher_logprobs)
     if form == "forward":
@@ -64,7 +68,12 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def select_with_tail(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """Log-probs of the tokens `ids` [..., K] and of all others together, [..., V] → [..., K + 1]."""
+    """Log-probs of the tokens `ids` [..., K] and of all others together, [..., V] → [..., K + 1].
+
+    The last is log Σ_{v ∉ ids} p_v = log(1 − Σ_{v ∈ ids} p_v), summed over the others so that nothing cancels; it has a
+    gradient to all logits. Full distributions become ones over K + 1 outcomes, between which a divergence is at most
+    that between the full ones (data processing inequality: Cover & Thomas, Elements of Information Theory).
+    """
     import torch
 
     others = logprobs.scatter(-1, ids, EMPTY).logsumexp(-1, keepdim=True)
@@ -72,7 +81,11 @@ def select_with_tail(logprobs: Tensor, ids: Tensor) -> Tensor:
 
 
 def append_tail(top_logprobs: Tensor) -> Tensor:
-    """Appends log(1 − Σ p), what `select_with_tail` computes, from the top alone: [..., K] → [..., K + 1]."""
+    """Appends log(1 − Σ_k p_k), at least log MIN_TAIL, to log-probs of the top: [..., K] → [..., K + 1].
+
+    What `select_with_tail` computes, for a teacher that gives its K likeliest tokens and no more; without gradient in
+    use. 1 − Σ p is −expm1(logsumexp) in float64: where the top is nearly everything the plain difference is rounding.
+    """
     import torch
 
     rest = -top_logprobs.double().logsumexp(-1, keepdim=True).expm1()
