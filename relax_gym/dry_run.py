@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_gym.actor import Actor
 from relax_gym.build import build_rewards
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import RunConfig, dump_config, load_algorithms
-from relax_gym.env import Env
+from relax_gym.env_driver import EnvDriver
 from relax_gym.models import load_tokenizer, resolve_model
 from relax_gym.rollout import Limits, rollout
 from relax_gym.sampler import SamplingParams, Session
 from relax_gym.scoring import score
 from relax_gym.tasks import TaskSource
-from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory
+from relax_gym.types import StopReason, Task, Trajectory
 from relax_gym.view import printable
 from relax_gym.workers import WorkerThreads
 
@@ -116,30 +118,16 @@ def _first_tasks(config: RunConfig) -> list[Task]:
     return [TaskSource([env], seed=config.seed, eval_episodes=config.eval.episodes).task(0) for env in config.env]
 
 
-class _Actor(Session):
-    """Says what the env's expert says, else any legal action, else garbage; as the ids a policy would sample."""
-
-    def __init__(self, env: Env, renderer: ChatRenderer) -> None:
-        self.name, self._act = _choose(env)
-        self._renderer = renderer
-
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """The whole answer, however long."""
-        ids = self._renderer.encode_answer(self._act())
-        zeros = (0,) * len(ids)
-        return Completion(
-            token_ids=ids, logprobs=tuple(map(float, zeros)), versions=zeros, finish_reason=FinishReason.STOP
-        )
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-def _choose(env: Env) -> tuple[str, Callable[[], str]]:
+def _actor(driver: EnvDriver, renderer: ChatRenderer) -> tuple[str, Actor]:
+    """Says what the env's expert says, else any legal action, else garbage."""
     for name, method in (("expert", "expert_action"), ("legal actions", "random_action")):
-        if act := getattr(env, method, None):
-            return name, act
-    return "garbage", lambda: GARBAGE
+        if driver.offers(method):
+            return name, Actor(partial(driver.act, method), renderer)
+    return "garbage", Actor(_garbage, renderer)
+
+
+async def _garbage() -> str:
+    return GARBAGE
 
 
 async def _rehearse(config: RunConfig, tasks: Sequence[Task], renderer: ChatRenderer, budget: int) -> list[Rehearsal]:
@@ -153,11 +141,12 @@ async def _rehearse(config: RunConfig, tasks: Sequence[Task], renderer: ChatRend
     threads = WorkerThreads("env")
     rehearsals: list[Rehearsal] = []
     for task in tasks:
-        actors: list[_Actor] = []
+        actors: list[str] = []
 
-        def open_session(env: Env, actors: list[_Actor] = actors) -> Session:
-            actors.append(_Actor(env, renderer))
-            return actors[-1]
+        def open_session(driver: EnvDriver, actors: list[str] = actors) -> Session:
+            name, session = _actor(driver, renderer)
+            actors.append(name)
+            return session
 
         trajectory = await rollout(
             task,
@@ -169,7 +158,7 @@ async def _rehearse(config: RunConfig, tasks: Sequence[Task], renderer: ChatRend
             threads=threads,
         )
         trajectory = await score(trajectory, build_rewards(config), timeout=rules.reward_timeout, threads=threads)
-        rehearsals.append(_rehearsal(task, actors[-1].name if actors else "nobody", trajectory, renderer))
+        rehearsals.append(_rehearsal(task, actors[-1] if actors else "nobody", trajectory, renderer))
     threads.close()
     return rehearsals
 

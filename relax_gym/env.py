@@ -113,11 +113,12 @@ class Env(gymnasium.Env[list[Message], str]):
 
     Class attributes:
         tools: JSON-schema tools the chat template shows to the model.
-        thread_affinity: True when every call must come from one thread (browser drivers, session locks).
+        thread_affinity: True when every call, the constructor and `close` included, must come from one thread (browser
+            drivers, session locks). For sync envs: coroutines run on the event loop.
 
     Optional methods: `expert_action()` says what a scripted expert would do now, `random_action()` any legal action
-    (both used by `[warmup]` and by tests); `get_state()` / `set_state(state)` make episodes resumable; the class method
-    `tasks(**kwargs)` returns one `reset` options mapping for each row of a data set.
+    (both sync or async, used by `[warmup]` and by tests); `get_state()` / `set_state(state)` make episodes resumable;
+    the class method `tasks(**kwargs)` returns one `reset` options mapping for each row of a data set.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # type: ignore[misc]
@@ -154,6 +155,14 @@ class Env(gymnasium.Env[list[Message], str]):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take a state from `get_state`."""
         vars(self).update(state)
+
+
+def attribute(env: gymnasium.Env[Any, Any], name: str, default: Any = None) -> Any:
+    """An attribute of the env or of what it wraps: Gymnasium's own wrappers have none of the inner env's."""
+    try:
+        return env.get_wrapper_attr(name)
+    except AttributeError:
+        return default
 
 
 def check_reset(result: Any) -> tuple[list[Message], dict[str, Any]]:

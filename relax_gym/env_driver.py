@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from relax_gym.env import Env, StepResult, check_reset, check_step
+from relax_gym.env import Env, StepResult, attribute, check_reset, check_step
 from relax_gym.errors import EnvError
 from relax_gym.registry import make
-from relax_gym.types import Message, Task
-from relax_gym.workers import Worker, WorkerThreads, WorkerTimeout, within
+from relax_gym.types import Message, Task, Tool
+from relax_gym.workers import Worker, WorkerThreads, WorkerTimeout, awaited, within
 
 T = TypeVar("T")
 log = logging.getLogger("relax_gym")
@@ -21,68 +23,109 @@ log = logging.getLogger("relax_gym")
 class EnvFailure(Exception):
     """An env raised, hung or returned nonsense. The cause is the original exception."""
 
-    def __init__(self, cause: Exception, *, timed_out: bool = False) -> None:
+    def __init__(self, cause: BaseException, *, timed_out: bool = False) -> None:
         super().__init__(str(cause) if timed_out else f"{type(cause).__name__}: {cause}")
         self.timed_out = timed_out
 
 
 class EnvDriver:
-    """One env instance, built, played and closed."""
+    """One env instance, built, played and closed.
+
+    The thread that builds an env remains its own if the env has `thread_affinity`; otherwise any thread will do.
+    """
 
     def __init__(self, task: Task, threads: WorkerThreads, step_timeout: float) -> None:
         self.task = task
         self.env: Env | None = None
         self.seconds = 0.0
         self._threads = threads
-        self._own_thread: Worker | None = None
+        self._worker: Worker | None = None
         self._timeout = step_timeout
         self._closed = False
+        self._handover = threading.Lock()
 
     async def build(self) -> Env:
         """Build the env. Raises EnvFailure."""
-        self.env = env = await self._run("constructor", self._build)
-        if env.thread_affinity:
-            self._own_thread = self._threads.new_worker()
-        return env
+        await self._run("constructor", self._construct())
+        return self._built()
 
     async def reset(self) -> tuple[list[Message], dict[str, Any]]:
         """Build the env and begin the episode. Raises EnvFailure."""
         env = await self.build()
         options = None if self.task.options is None else dict(self.task.options)
-        return _checked(check_reset, await self._run("reset", env.reset, seed=self.task.seed, options=options))
+        return _checked(
+            check_reset, await self._run("reset", self._call(env.reset, seed=self.task.seed, options=options))
+        )
 
     async def step(self, action: str) -> StepResult:
         """Pass on what the model said. Raises EnvFailure."""
-        assert self.env is not None, "reset() builds the env"
-        return _checked(check_step, await self._run("step", self.env.step, action))
+        return _checked(check_step, await self._run("step", self._call(self._built().step, action)))
+
+    async def act(self, method: str) -> str:
+        """What the env's `expert_action` or `random_action` would say now. Raises EnvFailure."""
+        action = await self._run(method, self._call(attribute(self._built(), method)))
+        if not isinstance(action, str):
+            raise EnvFailure(EnvError(f"{method} returned {action!r:.100}; it must return text"))
+        return action
+
+    def offers(self, method: str) -> bool:
+        """Whether the env has this optional method."""
+        return attribute(self._built(), method) is not None
+
+    def tools(self) -> list[Tool]:
+        """The tools that the model is shown. Raises EnvFailure."""
+        try:
+            return list(attribute(self._built(), "tools", ()))
+        except Exception as error:
+            raise EnvFailure(error) from error
 
     async def close(self) -> None:
         """Close the env if there is one. A failing close is logged: the episode it belongs to is over."""
-        env, self.env, self._closed = self.env, None, True
-        if env is None:
-            return
+        with self._handover:
+            env, self.env, self._closed = self.env, None, True
         try:
-            await self._run("close", env.close)
+            if env is not None:
+                await self._run("close", self._call(env.close))
         except EnvFailure:
-            log.warning("env %s (seed %d): close() failed", self.task.env_id, self.task.seed, exc_info=True)
+            self._log_failing_close()
         finally:
-            if self._own_thread is not None:
-                self._own_thread.stop()
+            if self._worker is not None:
+                self._worker.stop()
 
-    def _build(self) -> Env:
+    def _built(self) -> Env:
+        assert self.env is not None, "build() or reset() comes first, close() last"
+        return self.env
+
+    async def _construct(self) -> None:
+        async with self._threads.slots:
+            self._worker = worker = self._threads.take()
+            await worker.call(self._make, timeout=self._timeout)
+            if not attribute(self._built(), "thread_affinity", False):
+                self._worker = None
+                self._threads.give_back(worker)
+
+    def _make(self) -> None:
+        """Runs in the worker. What it makes belongs to the driver at once, so that no cancellation can lose it."""
         env = make(self.task.env_id, **self.task.kwargs)
-        if self._closed:  # built too late: the episode has timed out and nobody else will close it
-            env.close()
-        return env
+        with self._handover:
+            if not self._closed:
+                self.env = env
+                return
+        try:  # made too late: the episode is over and nobody else will close this env
+            closing = env.close()  # type: ignore[func-returns-value]
+            if inspect.isawaitable(closing):
+                asyncio.run(awaited(closing))
+        except Exception:
+            self._log_failing_close()
 
-    async def _run(self, what: str, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    async def _run(self, what: str, call: Awaitable[T]) -> T:
         start = time.perf_counter()
         try:
-            return await self._call(method, *args, **kwargs)
+            return await call
         except WorkerTimeout as error:
             late = TimeoutError(f"{what} took longer than rollout.step_timeout = {self._timeout:g} s")
             raise EnvFailure(late, timed_out=True) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvFailure(error) from error
         finally:
             self.seconds = time.perf_counter() - start
@@ -90,9 +133,12 @@ class EnvDriver:
     async def _call(self, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         if inspect.iscoroutinefunction(method):
             return await within(self._timeout, method(*args, **kwargs))
-        call = self._own_thread.call if self._own_thread is not None else self._threads.call
+        call = self._threads.call if self._worker is None else self._worker.call
         result = await call(lambda: method(*args, **kwargs), timeout=self._timeout)
         return await within(self._timeout, result) if inspect.isawaitable(result) else result
+
+    def _log_failing_close(self) -> None:
+        log.warning("env %s (seed %d): close() failed", self.task.env_id, self.task.seed, exc_info=True)
 
 
 def _checked(check: Callable[[Any], T], result: Any) -> T:

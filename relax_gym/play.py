@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from relax_gym.config import RolloutConfig
-from relax_gym.env import Env
+from relax_gym.env_driver import EnvDriver
 from relax_gym.rollout import Limits, Turnstile, rollout
 from relax_gym.sampler import Sampler, SamplingParams, Session
 from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score
@@ -68,7 +68,7 @@ class Player:
 
         async def one(episode: Episode, session: Session) -> Trajectory:
             nonlocal running
-            trajectory = await self._rollout(episode, lambda env: session, greedy)
+            trajectory = await self._rollout(episode, lambda driver: session, greedy)
             running -= 1
             if running:
                 session.close()
@@ -81,16 +81,18 @@ class Player:
         return await gather([one(*pair) for pair in zip(episodes, sessions, strict=True)])
 
     async def demonstrate(
-        self, episodes: Sequence[Episode], open_session: Callable[[Env, int], Session]
+        self, episodes: Sequence[Episode], open_session: Callable[[EnvDriver, int], Session]
     ) -> list[Trajectory]:
-        """Play episodes with sessions made from their env and seed; nothing is scored."""
+        """Play episodes with sessions made from their env's driver and seed; nothing is scored."""
 
-        def opener(seed: int) -> Callable[[Env], Session]:
-            return lambda env: open_session(env, seed)
+        def opener(seed: int) -> Callable[[EnvDriver], Session]:
+            return lambda driver: open_session(driver, seed)
 
         return await gather([self._rollout(episode, opener(episode.seed), False) for episode in episodes])
 
-    async def _rollout(self, episode: Episode, open_session: Callable[[Env], Session], greedy: bool) -> Trajectory:
+    async def _rollout(
+        self, episode: Episode, open_session: Callable[[EnvDriver], Session], greedy: bool
+    ) -> Trajectory:
         config = self._config
         budget = config.token_budget or self._sampler.max_context
         return await rollout(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relax_gym.env import Env, StepResult
+from relax_gym.env import StepResult
 from relax_gym.env_driver import EnvDriver, EnvFailure
 from relax_gym.errors import TemplateError
 from relax_gym.sampler import SamplingParams, Session
@@ -20,6 +21,8 @@ from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
     from relax_gym.chat import ChatRenderer, Context, Conversation
+
+log = logging.getLogger("relax_gym")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,7 @@ async def rollout(
     task: Task,
     *,
     episode_id: str,
-    open_session: Callable[[Env], Session],
+    open_session: Callable[[EnvDriver], Session],
     renderer: ChatRenderer,
     params: SamplingParams,
     limits: Limits,
@@ -61,6 +64,7 @@ async def rollout(
 ) -> Trajectory:
     """Play one episode. Whatever the env does, a Trajectory comes back with all turns so far; it is not scored yet.
 
+    `open_session` is called once the env is reset. A fault of the env is logged here, whoever asked for the episode.
     Turn t samples with a seed derived from `params.seed` and t. Closing the session is the caller's business. Episodes
     that are played side by side share a `turnstile`, which keeps the event loop responsive.
 
@@ -85,6 +89,8 @@ async def rollout(
             message=str(raised),
             traceback="".join(traceback.format_exception(raised.__cause__ or raised)),
         )
+        where = (error.env_id, error.seed, error.turn)
+        log.warning("env %s, seed %d, turn %d: %s\n%s", *where, error.message, error.traceback)
     finally:
         await episode.driver.close()
     return Trajectory(
@@ -102,7 +108,7 @@ class _Episode:
     def __init__(
         self,
         task: Task,
-        open_session: Callable[[Env], Session],
+        open_session: Callable[[EnvDriver], Session],
         renderer: ChatRenderer,
         params: SamplingParams,
         limits: Limits,
@@ -122,9 +128,8 @@ class _Episode:
     async def play(self) -> StopReason:
         await self._turnstile.enter()
         self.observation, self.info = await self.driver.reset()
-        assert self.driver.env is not None
-        session = self._open_session(self.driver.env)
-        conversation = self._renderer.conversation(self.driver.env.tools)
+        session = self._open_session(self.driver)
+        conversation = self._renderer.conversation(self.driver.tools())
         while True:
             await self._turnstile.enter()
             context = conversation.observe(self.observation)

@@ -170,14 +170,6 @@ class Trainer:
     def _episode_ended(self, step: int, evaluation: bool, trajectory: Trajectory) -> None:
         if trajectory.error is not None:
             self._last_error = trajectory.error.message
-            log.warning(
-                "env %s, seed %d, turn %d: %s\n%s",
-                trajectory.error.env_id,
-                trajectory.error.seed,
-                trajectory.error.turn,
-                trajectory.error.message,
-                trajectory.error.traceback,
-            )
         self._hook.on_episode_end(step=step, trajectory=trajectory, evaluation=evaluation)
 
     # Training --------------------------------------------------------------------------------------------------------
@@ -187,11 +179,11 @@ class Trainer:
         if config is None:
             return
         steps = demonstrations(config, self._player, self._parts.tasks, seed=self._config.seed)
-        async for step, batch in steps:
-            if not batch.samples:
+        async for shown in steps:
+            if not shown.batch.samples:
                 raise TrainingError("[warmup] every expert episode failed; see run.log and try `relax-gym envs check`")
-            metrics = await self._thread.call(partial(self._learner.imitate, batch, lr=config.lr))
-            self._hook.on_warmup_step(step=step, metrics=metrics)
+            learner = await self._thread.call(partial(self._learner.imitate, shown.batch, lr=config.lr))
+            self._hook.on_warmup_step(step=shown.step, metrics={**learner, "episode/errors": shown.errors})
 
     async def _publish(self) -> None:
         await self._parts.sampler.update_weights(self._learner.weights(), self._learner.version)

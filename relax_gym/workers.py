@@ -28,6 +28,11 @@ async def within(seconds: float | None, awaitable: Awaitable[T]) -> T:
         raise
 
 
+async def awaited(value: Awaitable[T]) -> T:
+    """Any awaitable as a coroutine, which is what `asyncio.run` takes."""
+    return await value
+
+
 class Worker:
     """One daemon thread that runs jobs one after the other."""
 
@@ -75,33 +80,40 @@ class WorkerThreads:
     """Lends idle workers; a worker whose call timed out or was cancelled is never lent again.
 
     At most `limit` threads are lent at once; callers above that wait their turn (waiting does not count as run time).
+    Who takes a worker for itself holds one of `slots` until it is given back or known to stay away.
     """
 
     def __init__(self, name: str, limit: int = 256) -> None:
+        self.slots = asyncio.Semaphore(limit)
         self._name = name
         self._idle: list[Worker] = []
-        self._slots = asyncio.Semaphore(limit)
         self._started = 0
 
     async def call(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
         """Run `function(*args)` in some thread. Raises WorkerTimeout when it runs longer than `timeout` seconds."""
-        async with self._slots:
-            worker = self._idle.pop() if self._idle else self.new_worker()
+        async with self.slots:
+            worker = self.take()
             try:
                 result = await worker.call(function, *args, timeout=timeout)
             except (WorkerTimeout, asyncio.CancelledError):
                 worker.stop()  # it may be stuck in user code for ever; its thread ends when that code does
                 raise
             except BaseException:
-                self._idle.append(worker)
+                self.give_back(worker)
                 raise
-            self._idle.append(worker)
+            self.give_back(worker)
             return result
 
-    def new_worker(self) -> Worker:
-        """A worker of the caller's own, for code that needs every call on one thread. The caller stops it."""
+    def take(self) -> Worker:
+        """An idle worker, or a new one. The caller gives it back, or keeps and stops it."""
+        if self._idle:
+            return self._idle.pop()
         self._started += 1
         return Worker(f"{self._name}-{self._started}")
+
+    def give_back(self, worker: Worker) -> None:
+        """Lend the worker to others again. It must be idle."""
+        self._idle.append(worker)
 
     def close(self) -> None:
         """End the idle threads. Stuck ones are daemons and die with the process."""

@@ -44,7 +44,9 @@ def list_() -> None:
 @app.command()
 def show(id: EnvId, kwargs: Kwargs = None) -> None:
     """Documentation, arguments, tools, a first observation and an episode of the expert."""
-    from relax_gym.registry import make, spec
+    from relax_gym.cli import playing
+    from relax_gym.registry import spec
+    from relax_gym.types import Task
 
     id, arguments = find_env(id), parse_kwargs(kwargs or ())
     factory = spec(id).load()
@@ -52,16 +54,14 @@ def show(id: EnvId, kwargs: Kwargs = None) -> None:
     parameters = inspect.signature(factory).parameters.values()
     print_table(("argument", "type", "default"), [_argument(parameter, spec(id).kwargs) for parameter in parameters])
     try:
-        env = make(id, **arguments)
+        offer = playing.look(Task(env_id=id, seed=0, kwargs=arguments))
     except ConfigError as error:
         print(f"\nNo example episode: {error}; give arguments with --kwargs key=value")
         return
-    for tool in env.tools:
+    for tool in offer.tools:
         print(f"\ntool: {json.dumps(tool['function'], ensure_ascii=False)}")
-    has_expert = hasattr(env, "expert_action")
-    env.close()
-    print("\nan episode of the expert, seed 0:" if has_expert else "\na first observation, seed 0:")
-    _play(id, arguments, 0, expert_policy() if has_expert else lambda env: None, max_turns=SHOWN_TURNS)
+    print("\nan episode of the expert, seed 0:" if offer.expert else "\na first observation, seed 0:")
+    _play(id, arguments, 0, playing.expert if offer.expert else playing.nobody, max_turns=SHOWN_TURNS)
 
 
 @app.command()
@@ -83,7 +83,9 @@ def play(
     expert: Annotated[bool, typer.Option("--expert", help="Let the env's expert play.")] = False,
 ) -> None:
     """Play an episode yourself: one line of text is one action."""
-    total = _play(find_env(id), parse_kwargs(kwargs or ()), seed, expert_policy() if expert else _typed)
+    from relax_gym.cli import playing
+
+    total = _play(find_env(id), parse_kwargs(kwargs or ()), seed, playing.expert if expert else _typed)
     print(f"total reward {total:g}")
 
 
@@ -106,25 +108,19 @@ def find_env(id: str) -> str:
 
 
 def _import_file(path: Path) -> str:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"_relax_gym_file_{path.stem}"  # under its own name a json.py would take the place of the library's
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "the name ends with .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         raise PluginError(f"cannot import {path}: {type(error).__name__}: {error}") from error
-    return path.stem
+    return name
 
 
-def expert_policy() -> Policy:
-    """The env's own expert."""
-    from relax_gym.cli.playing import expert
-
-    return expert
-
-
-def _typed(env: object) -> str | None:
+async def _typed(driver: object) -> str | None:
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     line = sys.stdin.readline()
