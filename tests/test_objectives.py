@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from learner_cases import context, learner, qwen3, random_batch, save_model
+from learner_cases import context, flat, learner, plain_logprobs, qwen3, random_batch, save_model
 
+from relax_gym.algorithm import TrainedTokens
 from relax_gym.types import Batch
 from relax_gym_trainers.torch_learner.update import Tally
 
@@ -31,16 +32,85 @@ def mixed() -> Batch:
     return Batch(version=0, samples=samples)
 
 
-def weights_after(trainer, batch):
-    metrics = trainer.step(batch)
-    return [p.detach().clone() for p in trainer.parameters], metrics
+def exact(run, **options):
+    trainer = learner(run, **options)
+    trainer.policy.model.double()
+    return trainer
+
+
+def gradient(trainer, batch):
+    """Loss and gradient of the step's only update."""
+    (pieces,) = trainer._plan(batch.samples, Tally())
+    trainer.optimizer.zero_grad()
+    loss = sum(piece.accumulate(tally=Tally(), first=True, step=1) for piece in pieces)
+    return loss, flat(trainer.policy.model)
+
+
+def defined(trainer, batch):
+    """The definition: Σ_env loss_weight · Σ over its samples of the env's loss, over the totals of the whole batch."""
+    samples = batch.samples
+    total = 0.0
+    for one, (logprobs, _) in zip(samples, plain_logprobs(trainer.policy.model, samples), strict=True):
+        objective = trainer.objectives[one.mixture]
+        on = one.loss_mask == 1
+        old = torch.from_numpy(one.logprobs[on]).double()
+        losses = objective.algorithm.token_loss(
+            TrainedTokens(
+                logprobs=logprobs,
+                old_logprobs=old,
+                rollout_logprobs=old,
+                advantages=torch.from_numpy(one.advantages[on]).double(),
+                sample=torch.zeros(len(old), dtype=torch.int64),
+                num_samples=1,
+            )
+        )
+        share = {
+            "token-mean": 1 / sum(s.trained_tokens for s in samples),
+            "seq-mean-token-mean": 1 / (len(samples) * one.trained_tokens),
+            "seq-mean-token-sum-norm": 1 / (len(samples) * 7.0),
+        }[objective.algorithm.aggregation]
+        total = total + objective.loss_weight * share * losses.sum()
+    trainer.optimizer.zero_grad()
+    total.backward()
+    return total.item(), flat(trainer.policy.model)
+
+
+def assert_same(one, two):
+    assert one[0] == pytest.approx(two[0], rel=1e-6)
+    assert (one[1] - two[1]).norm() <= 1e-6 * two[1].norm()
+
+
+SUM_NORM = {"algorithm": {"name": "dr_grpo", "token_sum_norm": 7.0}}
+MIXTURES = {
+    "two-algorithms": ({}, {"algorithm": {"name": "sapo"}}),
+    "two-aggregations": ({"algorithm": {"name": "dapo"}}, SUM_NORM),
+    "two-weights": ({"loss_weight": 0.25}, {"loss_weight": 3.0}),
+    "all-at-once": (
+        {"algorithm": {"name": "gspo", "clip_low": 0.3}, "loss_weight": 2.0},
+        {**SUM_NORM, "loss_weight": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("budget", [10_000, 30])
+@pytest.mark.parametrize("envs", MIXTURES)
+def test_the_gradient_of_a_mixture_is_the_weighted_sum_of_each_envs_own_loss(tiny, envs, budget):
+    trainer = exact(run(tiny, *MIXTURES[envs]), micro_batch_tokens=budget)
+    assert_same(gradient(trainer, mixed()), defined(trainer, mixed()))
+
+
+def test_the_envs_of_these_mixtures_pull_in_their_own_direction(tiny):
+    got = [gradient(exact(run(tiny, *envs)), mixed())[1] for envs in MIXTURES.values()]
+    got.append(gradient(exact(run(tiny, {}, {})), mixed())[1])
+    for i, one in enumerate(got):
+        for two in got[i + 1 :]:
+            assert torch.cosine_similarity(one, two, dim=0) < 0.999
 
 
 def test_the_same_algorithm_twice_is_that_algorithm_once(tiny):
     own = {"algorithm": {"name": "grpo", "aggregation": "token-mean"}}
-    twice, _ = weights_after(learner(run(tiny, own, own)), mixed())
-    once, _ = weights_after(learner(run(tiny, {}, {}, aggregation="token-mean")), mixed())
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(twice, once, strict=True))
+    once = gradient(exact(run(tiny, {}, {}, aggregation="token-mean")), mixed())
+    assert_same(gradient(exact(run(tiny, own, own)), mixed()), once)
 
 
 def test_each_sample_gets_the_loss_of_its_env(tiny):
@@ -62,8 +132,9 @@ def test_the_weight_of_an_envs_loss_scales_its_gradient(tiny):
     batch = mixed()
     silent = [dataclasses.replace(s, advantages=s.advantages * (s.mixture == 1)) for s in batch.samples]
 
-    def norm(weight):
-        trainer = learner(run(tiny, {}, {"loss_weight": weight}, aggregation="token-mean"))
-        return trainer.step(Batch(version=0, samples=silent))["grad_norm"]
+    def of(weight):
+        trainer = exact(run(tiny, {}, {"loss_weight": weight}, aggregation="token-mean"))
+        return gradient(trainer, Batch(version=0, samples=silent))
 
-    assert norm(0.25) == pytest.approx(0.25 * norm(1.0), rel=1e-4)
+    loss, whole = of(1.0)
+    assert_same(of(0.25), (0.25 * loss, 0.25 * whole))
