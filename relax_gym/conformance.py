@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import inspect
 import json
 import pickle
 import random
 import string
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from relax_gym.env import Env, StepResult, check_reset, check_step
+from relax_gym.env import Env, StepResult, attribute, check_reset, check_step
 from relax_gym.registry import make
 from relax_gym.types import Message
+from relax_gym.workers import LimitedThread
 
 MAX_TURNS = 50
 """Turns after which the checker leaves an episode that has not ended."""
@@ -87,9 +86,10 @@ def check_env(
     episodes: int = 3,
     actions: Sequence[str] | None = None,
     max_seconds: float = 5.0,
+    hang_seconds: float = 60.0,
     **kwargs: Any,
 ) -> list[CheckResult]:
-    """Check every point of the env contract and say which hold.
+    """Check every point of the env contract and say which hold. All calls are made on one thread.
 
     Args:
         env: an id, a class or function that builds the env, or an env (which is closed in the end).
@@ -98,12 +98,13 @@ def check_env(
         actions: what to say turn by turn; by default episodes are played by the env's expert, by its random actions
             and with random text, in turn.
         max_seconds: most seconds that one `reset` or `step` may take.
+        hang_seconds: seconds after which a call is given up, as `rollout.step_timeout` does in a run.
         kwargs: arguments of the env's constructor.
     """
     if episodes < 1:
         raise ValueError(f"episodes is {episodes}; it must be at least 1")
-    with asyncio.Runner() as runner:
-        check = _EnvCheck(runner, env, kwargs, range(seed, seed + episodes), actions)
+    with LimitedThread("env-check", hang_seconds) as thread:
+        check = _EnvCheck(thread, env, kwargs, range(seed, seed + episodes), actions)
         results = [attempt("build", check.build)]
         if results[-1].passed:
             results.append(attempt("play", check.play_all))
@@ -139,19 +140,18 @@ class _EnvCheck:
 
     def __init__(
         self,
-        runner: asyncio.Runner,
+        thread: LimitedThread,
         source: EnvSource,
         kwargs: Mapping[str, Any],
         seeds: range,
         actions: Sequence[str] | None,
     ) -> None:
-        self.runner = runner
+        self.thread, self.call = thread, thread.call
         self.source = source
         self.kwargs = kwargs
         self.seeds = seeds
         self.actions = actions
         self.builds = isinstance(source, str | type) or not hasattr(source, "step")
-        self.is_async = False
         self.open: list[Any] = []
         self.played: list[_Episode] = []
 
@@ -163,7 +163,8 @@ class _EnvCheck:
         self.played = [self.play(self.env, seed) for seed in self.seeds]
         turns = sum(len(episode.steps) for episode in self.played)
         ended = sum(episode.ended for episode in self.played)
-        return f"{len(self.played)} episodes, {turns} turns, {ended} ended, {'async' if self.is_async else 'sync'}"
+        kind = "async" if self.thread.saw_coroutines else "sync"
+        return f"{len(self.played)} episodes, {turns} turns, {ended} ended, {kind}"
 
     def check_spaces(self) -> str:
         for episode in self.played:
@@ -177,7 +178,7 @@ class _EnvCheck:
 
     def check_tools(self) -> str:
         names = []
-        for tool in self.env.tools:
+        for tool in attribute(self.env, "tools", ()):
             function = tool.get("function") if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping) or not {"name", "description", "parameters"} <= function.keys():
                 raise Broken(
@@ -207,7 +208,7 @@ class _EnvCheck:
         return self._check_helper("random_action")
 
     def _check_helper(self, name: str) -> str:
-        if not hasattr(self.env, name):
+        if attribute(self.env, name) is None:
             return "not offered"
         episode = self.play(self.env, self.seeds[0], kind=name)
         total = sum(float(step.result.reward) for step in episode.steps)
@@ -225,8 +226,10 @@ class _EnvCheck:
         for index, (seed, whole) in enumerate(zip(self.seeds, self.played, strict=True)):
             env, kind, half = self.fresh(), self.kind(index), len(whole.steps) // 2
             first = self.play(env, seed, kind=kind, turns=half)
+            if attribute(env, "get_state") is None:
+                return "not offered"
             try:
-                state = env.get_state()
+                state = self.call(attribute(env, "get_state"))
             except NotImplementedError:
                 return "the env says that it cannot be resumed"
             try:
@@ -235,7 +238,7 @@ class _EnvCheck:
                 raise Broken(f"get_state() cannot be pickled ({error}); override get_state and set_state") from error
             other = self.fresh()
             self.call(other.reset, seed=seed + 1)
-            other.set_state(pickle.loads(stored))
+            self.call(attribute(other, "set_state"), pickle.loads(stored))
             rest = self.go_on(other, first, self.policy(other, seed, kind), MAX_TURNS)
             _compare(whole, rest, f"seed {seed} resumed from get_state() at turn {half}")
         return "resumed episodes go on the same way"
@@ -266,23 +269,18 @@ class _EnvCheck:
         """A new env, or the only one there is."""
         if not self.builds and self.open:
             return self.open[0]
-        if isinstance(self.source, str):
-            env: Any = make(self.source, **self.kwargs)
-        else:
-            env = self.source(**self.kwargs) if self.builds else self.source  # type: ignore[operator]
-        self.open.append(env)
-        return env
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if not inspect.isawaitable(result):
-            return result
-        self.is_async = True
-        return self.runner.run(awaited(result))
+        def constructor() -> Any:
+            if isinstance(self.source, str):
+                return make(self.source, **self.kwargs)
+            return self.source(**self.kwargs) if self.builds else self.source  # type: ignore[operator]
+
+        self.open.append(self.call(constructor))
+        return self.open[-1]
 
     def kind(self, index: int) -> str:
         """Who plays episode `index`."""
-        offered = [name for name in ("expert_action", "random_action") if hasattr(self.env, name)]
+        offered = [name for name in ("expert_action", "random_action") if attribute(self.env, name) is not None]
         kinds = [*offered, "text"] if self.actions is None else ["actions"]
         return kinds[index % len(kinds)]
 
@@ -292,7 +290,7 @@ class _EnvCheck:
             return self.actions.__getitem__
         if kind == "text":
             return lambda turn: _random_text(random.Random(f"{seed}/{turn}"))
-        return lambda turn: self.call(getattr(env, kind))
+        return lambda turn: self.call(attribute(env, kind))
 
     def play(self, env: Any, seed: int, *, kind: str | None = None, turns: int = MAX_TURNS) -> _Episode:
         kind = kind or self.kind(seed - self.seeds[0])
@@ -316,11 +314,6 @@ class _EnvCheck:
             if not same(returned[-1], kept):
                 raise Broken("step changed the messages it had returned before; return new ones every time")
         return _Episode(observation=episode.observation, steps=steps, seconds=episode.seconds)
-
-
-async def awaited(value: Awaitable[Any]) -> Any:
-    """Any awaitable as a coroutine, which is what `asyncio.run` takes."""
-    return await value
 
 
 def _random_text(rng: random.Random) -> str:

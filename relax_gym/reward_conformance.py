@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from relax_gym.conformance import Broken, CheckResult, attempt, awaited, same
+from relax_gym.conformance import Broken, CheckResult, attempt, same
 from relax_gym.reward import Reward
 from relax_gym.types import Trajectory
+from relax_gym.workers import awaited
 
 Number = int | float | np.integer | np.floating
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import queue
 import threading
 from collections.abc import Awaitable, Callable
@@ -119,3 +121,49 @@ class WorkerThreads:
         """End the idle threads. Stuck ones are daemons and die with the process."""
         while self._idle:
             self._idle.pop().stop()
+
+
+class LimitedThread:
+    """Lets synchronous code call functions that may hang, coroutine functions too: in one thread, with a limit each."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.saw_coroutines = False
+        self._name, self._seconds = name, seconds
+        self._waiting = asyncio.Runner()
+        self._start()
+
+    def __enter__(self) -> LimitedThread:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(WorkerTimeout):
+            self._waiting.run(self._worker.call(self._coroutines.close, timeout=1.0))
+        self._worker.stop()
+        self._waiting.close()
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the function returns. Raises TimeoutError when it hangs; later calls are then made in a new thread."""
+        try:  # a coroutine's own limit comes first: it is cancelled and its thread can go on
+            job = functools.partial(self._run, function, *args, **kwargs)
+            return self._waiting.run(self._worker.call(job, timeout=self._seconds + 0.5))
+        except WorkerTimeout as error:
+            if self._busy:
+                self._worker.stop()
+                self._start()
+            raise TimeoutError(f"{function.__name__} took longer than {self._seconds:g} s") from error
+
+    def _start(self) -> None:
+        self._worker = Worker(self._name)
+        self._coroutines = asyncio.Runner()
+        self._busy = False
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._busy = True
+        try:
+            result = function(*args, **kwargs)
+            if inspect.isawaitable(result):
+                self.saw_coroutines = True
+                result = self._coroutines.run(within(self._seconds, result))
+            return result
+        finally:
+            self._busy = False

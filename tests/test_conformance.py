@@ -239,6 +239,93 @@ def test_a_slow_env_is_caught() -> None:
     assert [result.passed for result in check_env(Slow) if result.name == "time"] == [True]
 
 
+class Stuck(Good):
+    """Never comes back from one of its calls."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self.hang("constructor")
+
+    def hang(self, call: str) -> None:
+        if call == self.call:
+            never.wait(30)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.hang("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: str) -> Any:
+        self.hang("step")
+        return super().step(action)
+
+    def expert_action(self) -> str:
+        self.hang("expert_action")
+        return super().expert_action()
+
+    def get_state(self) -> dict[str, Any]:
+        self.hang("get_state")
+        return super().get_state()
+
+    def close(self) -> None:
+        self.hang("close")
+
+
+class StuckAsync(Stuck):
+    """The same with coroutines that wait for ever."""
+
+    async def reset(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        if self.call == "reset":
+            await asyncio.Event().wait()
+        return super().reset(**kwargs)
+
+    async def close(self) -> None:  # type: ignore[override]
+        if self.call == "close":
+            await asyncio.Event().wait()
+
+
+never = threading.Event()
+
+
+@pytest.mark.parametrize("env", [Stuck, StuckAsync])
+@pytest.mark.parametrize(
+    ("call", "point"),
+    [
+        ("constructor", "build"),
+        ("reset", "play"),
+        ("step", "play"),
+        ("expert_action", "play"),
+        ("get_state", "state"),
+        ("close", "close"),
+    ],
+)
+def test_k98_a_hanging_env_is_caught_and_the_checker_goes_on(env: Any, call: str, point: str) -> None:
+    broken = {r.name: r.detail for r in check_env(lambda: env(call), hang_seconds=0.1) if not r.passed}
+    assert broken == {point: f"TimeoutError: {call} took longer than 0.1 s"}
+
+
+def test_k88_the_checker_makes_all_calls_on_one_thread_that_is_not_its_own() -> None:
+    threads: set[int] = set()
+
+    class Watching(GoodAsync):
+        def __init__(self) -> None:
+            threads.add(threading.get_ident())
+
+        async def step(self, action: str) -> Any:
+            threads.add(threading.get_ident())
+            return await super().step(action)
+
+        async def expert_action(self) -> str:  # type: ignore[override]
+            threads.add(threading.get_ident())
+            return super().expert_action()
+
+        async def close(self) -> None:  # type: ignore[override]
+            threads.add(threading.get_ident())
+
+    assert_env(Watching)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
 def test_an_env_may_say_that_it_cannot_be_resumed() -> None:
     class Browser(Locked):
         def get_state(self) -> dict[str, Any]:
