@@ -50,23 +50,8 @@ def register_samplers() -> Mapping[str, Component | str]:  # type: ignore[empty-
 
 
 @hookspec
-def register_queues() -> Mapping[str, Component | str]:  # type: ignore[empty-body]
-    """Queues by name: a `Component` whose factory takes (RunContext, options) and returns a rollout queue."""
-
-
-@hookspec
-def register_launchers() -> Mapping[str, Component | str]:  # type: ignore[empty-body]
-    """Launchers by name: a `Component` whose factory takes (RunContext, options) and runs the training."""
-
-
-@hookspec
 def register_trackers() -> Mapping[str, Component | str]:  # type: ignore[empty-body]
     """Metric trackers by name: a `Component` whose factory takes (RunContext, options) and returns a `Tracker`."""
-
-
-@hookspec
-def register_notifiers() -> Mapping[str, Component | str]:  # type: ignore[empty-body]
-    """Notifiers by name: a `Component` whose factory takes (RunContext, options) and returns a callable(message)."""
 
 
 @hookspec

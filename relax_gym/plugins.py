@@ -5,38 +5,44 @@ from __future__ import annotations
 import functools
 import importlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
 from relax_gym import hookspecs
-from relax_gym.errors import PluginError, suggestion
-from relax_gym.registry import EnvSpec, Registry, add_to_gymnasium
+from relax_gym.errors import PluginError, reason, suggestion
+from relax_gym.registry import EnvSpec, Registry, add_to_gymnasium, registered
 
+T = TypeVar("T")
 BUILT_IN = ("relax_gym_envs", "relax_gym_rewards", "relax_gym_trainers", "relax_gym_plugins")
 KINDS = {
+    "register_envs": "env",
     "register_rewards": "reward",
     "register_algorithms": "algorithm",
     "register_learners": "learner",
     "register_samplers": "sampler",
-    "register_queues": "queue",
-    "register_launchers": "launcher",
     "register_trackers": "tracker",
-    "register_notifiers": "notifier",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenPlugin:
-    """A third-party plugin that could not be used, and why."""
+    """A third-party plugin, or the `part` of one, that could not be used, and why."""
 
     name: str
     source: str
+    part: str = ""
     error: str
     traceback: str
+
+    @property
+    def what(self) -> str:
+        """Plugin, distribution and part, for messages."""
+        return f"{self.part}{' of ' if self.part else ''}plugin {self.name!r} of {self.source}"
 
 
 class Plugins:
@@ -47,62 +53,66 @@ class Plugins:
         self.manager.add_hookspecs(hookspecs)
         self.sources: dict[str, str] = {}
         self.broken: list[BrokenPlugin] = []
-        self.envs = Registry("env")
         self.tables = {kind: Registry(kind) for kind in KINDS.values()}
+        self.envs = self.tables["env"]
         for name in BUILT_IN:
             self.add(importlib.import_module(name), name, "relax-gym")
         for entry in sorted(entry_points(group=hookspecs.PROJECT), key=lambda e: e.name):
             source = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
             try:
-                self.add(entry.load(), entry.name, source)
-            except PluginError:
-                raise
-            except Exception as error:
-                self._report(entry.name, source, error)
+                plugin = entry.load()
+            except (Exception, SystemExit) as error:
+                self.report(entry.name, source, "", error)
+            else:
+                self.add(plugin, entry.name, source)
 
     def add(self, plugin: object, name: str, source: str) -> None:
-        """Register one plugin object and collect what its hooks return.
+        """Register one plugin object and collect what its hooks return. What cannot be used of it goes to `broken`.
 
         Raises:
             PluginError: a misspelt hook, or a name another plugin has registered.
         """
-        self.manager.register(plugin, name)
-        self._check_spelling(plugin, source)
+        _check_spelling(plugin, source)
+        try:
+            self.manager.register(plugin, name)
+            self.manager.check_pending()
+        except Exception as error:  # a hook with arguments it cannot have, or a second plugin of this name
+            if self.manager.get_plugin(name) is plugin:
+                self.manager.unregister(plugin)
+            return self.report(name, source, "", error)
         self.sources[name] = source
-        for hook, values in self._registrations(plugin, source, name):
-            for key, value in values.items():
-                if hook == "register_envs":
-                    spec = value if isinstance(value, EnvSpec) else EnvSpec(id=key, entry_point=value)
-                    self.envs.add(key, spec, source)
-                    add_to_gymnasium(spec)
-                else:
-                    self.tables[KINDS[hook]].add(key, value, source)
+        for kind, key, value in self._registrations(plugin, name, source):
+            self.tables[kind].add(key, value, source)
+            if isinstance(value, EnvSpec):
+                add_to_gymnasium(value)
+        return None
 
-    def _registrations(self, plugin: object, source: str, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for hook in ("register_envs", *KINDS):
+    def _registrations(self, plugin: object, name: str, source: str) -> Iterator[tuple[str, str, Any]]:
+        """(kind, name, value) of all that a plugin registers and that is what its hook promises."""
+
+        def attempt(part: str, call: Callable[[], T]) -> T | None:
+            try:
+                return call()
+            except (Exception, SystemExit) as error:
+                if source == "relax-gym":
+                    raise
+                self.report(name, source, part, error)
+                return None
+
+        for hook, kind in KINDS.items():
             for impl in getattr(self.manager.hook, hook).get_hookimpls():
-                if impl.plugin is not plugin:
-                    continue
-                try:
-                    values = dict(impl.function())
-                except Exception as error:
-                    if source == "relax-gym":
-                        raise
-                    self._report(name, source, error)
-                    continue
-                yield hook, values
+                if impl.plugin is plugin:
+                    values = attempt(f"{hook}()", partial(_ask, impl)) or {}
+                    for key, given in values.items():
+                        value = attempt(f"{kind} {key!r}", partial(registered, kind, key, given))
+                        if value is not None:
+                            yield kind, key, value
 
-    def _check_spelling(self, plugin: object, source: str) -> None:
-        known = [name for name in vars(hookspecs) if name.startswith(("register_", "on_"))]
-        for attribute in dir(plugin):
-            value = getattr(plugin, attribute, None)
-            if getattr(value, f"{hookspecs.PROJECT}_impl", None) and attribute not in known:
-                raise PluginError(f"{source} implements an unknown hook {attribute!r}{suggestion(attribute, known)}")
-        self.manager.check_pending()
-
-    def _report(self, name: str, source: str, error: Exception) -> None:
-        message = f"{type(error).__name__}: {error}"
-        self.broken.append(BrokenPlugin(name=name, source=source, error=message, traceback=traceback.format_exc()))
+    def report(self, name: str, source: str, part: str, error: BaseException) -> None:
+        """Note that a plugin, or a part of it, is left out. Called while the error is handled."""
+        self.broken.append(
+            BrokenPlugin(name=name, source=source, part=part, error=reason(error), traceback=traceback.format_exc())
+        )
 
     def get(self, kind: str, name: str) -> Any:
         """What a plugin registered under a name; `kind` is one of the values of KINDS."""
@@ -112,6 +122,19 @@ class Plugins:
     def hook(self) -> Any:
         """Pluggy's hook callers, for the observers."""
         return self.manager.hook
+
+
+def _ask(implementation: pluggy.HookImpl) -> dict[Any, Any]:
+    values: Any = implementation.function()
+    return dict(values)
+
+
+def _check_spelling(plugin: object, source: str) -> None:
+    known = [name for name in vars(hookspecs) if name.startswith(("register_", "on_"))]
+    for attribute in dir(plugin):
+        value = getattr(plugin, attribute, None)
+        if getattr(value, f"{hookspecs.PROJECT}_impl", None) and attribute not in known:
+            raise PluginError(f"{source} implements an unknown hook {attribute!r}{suggestion(attribute, known)}")
 
 
 @functools.cache

@@ -30,6 +30,8 @@ class EnvSpec:
     def __post_init__(self) -> None:
         if not ENV_ID.match(self.id):
             raise PluginError(f"env id {self.id!r} is malformed; ids look like 'namespace/Name-v0'")
+        if not isinstance(self.entry_point, str) and not callable(self.entry_point):
+            raise PluginError(f"env {self.id!r} is {self.entry_point!r:.100}; it must be a class or 'module:Class'")
 
     def load(self) -> Callable[..., Any]:
         """The env class (or factory), imported."""
@@ -50,7 +52,11 @@ class Component:
 
     def load_options(self) -> type[Options]:
         """The class of the options, imported."""
+        from relax_gym.config import Options
+
         model: type[Options] = load(self.options)
+        if not (isinstance(model, type) and issubclass(model, Options)):
+            raise PluginError(f"options {self.options!r} is no subclass of relax_gym.config.Options")
         return model
 
 
@@ -75,10 +81,16 @@ class Registry:
 
         Raises:
             UnknownNameError: nobody registered it; the message suggests the nearest name.
+            PluginError: it cannot be imported or is not what it should be; names who registered it.
         """
         if name not in self._values:
             raise UnknownNameError(self.kind, name, self._values)
-        return load(self._values[name])
+        try:
+            value = load(self._values[name])
+            _check_kind(self.kind, value)
+        except PluginError as error:
+            raise PluginError(f"{self.kind} {name!r} of {self._sources[name]}: {error}") from error
+        return value
 
     def names(self) -> list[str]:
         """All names, sorted."""
@@ -87,6 +99,35 @@ class Registry:
     def source(self, name: str) -> str:
         """Which distribution registered the name."""
         return self._sources[name]
+
+
+def registered(kind: str, name: str, value: Any) -> Any:
+    """What goes into the table for a value that a hook returned. Raises PluginError when it is of the wrong type."""
+    if not isinstance(name, str):
+        raise PluginError(f"the name {name!r} must be text")
+    if kind == "env":
+        spec = value if isinstance(value, EnvSpec) else EnvSpec(id=name, entry_point=value)
+        if spec.id != name:
+            raise PluginError(f"the EnvSpec under {name!r} has id {spec.id!r}; they must be equal")
+        return spec
+    if not isinstance(value, str):
+        _check_kind(kind, value)
+    return value
+
+
+def _check_kind(kind: str, value: Any) -> None:
+    if kind == "env":
+        return
+    if kind == "algorithm":
+        from relax_gym.algorithm import Algorithm
+
+        fits, expected = isinstance(value, type) and issubclass(value, Algorithm), "a subclass of relax_gym.Algorithm"
+    elif kind == "reward":
+        fits, expected = callable(value), "a class or function that returns a reward"
+    else:
+        fits, expected = isinstance(value, Component), "a relax_gym.Component"
+    if not fits:
+        raise PluginError(f"it is {value!r:.100}; it must be {expected}")
 
 
 def load(target: Any) -> Any:

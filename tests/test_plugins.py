@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from distributions import add_distribution, run_with
-from pydantic import BaseModel
 
 from relax_gym import hookspecs
+from relax_gym.algorithm import Algorithm
+from relax_gym.config import Options
 from relax_gym.errors import PluginError
 from relax_gym.hookspecs import hookimpl
-from relax_gym.plugins import Plugins, plugins
+from relax_gym.plugins import KINDS, Plugins, plugins
 from relax_gym.registry import Component, EnvSpec
 from relax_gym.testing import assert_env
 from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory, Turn
@@ -31,6 +32,16 @@ HOOKS = [(name, hook) for name, hook in vars(hookspecs).items() if name.startswi
 def plugin(**hooks: Any) -> object:
     """A plugin object with these hooks."""
     return SimpleNamespace(**{name: hookimpl(function) for name, function in hooks.items()})
+
+
+class Still(Algorithm):
+    """Learns nothing."""
+
+    def advantages(self, rewards: Any) -> Any:
+        return np.zeros_like(rewards)
+
+    def token_loss(self, tokens: Any) -> Any:
+        return 0 * tokens.logprobs
 
 
 # Hooks ---------------------------------------------------------------------------------------------------------------
@@ -51,25 +62,92 @@ def test_every_hook_is_documented(name: str, hook: Any) -> None:
     assert f"    def {name}(" in section or f"\ndef {name}(" in section
 
 
-def test_every_registering_hook_is_collected() -> None:
-    class Options(BaseModel):
-        pass
+class Nothing(Options):
+    """No options."""
 
-    part = Component(factory="math:sqrt", options=Options)
+
+PART = Component(factory="math:sqrt", options=Nothing)
+
+
+def test_every_registering_hook_is_collected() -> None:
     names = [name for name, _ in HOOKS if name.startswith("register_") and name != "register_commands"]
-    hooks = {name: (lambda name=name: {f"test_{name}": part}) for name in names}
+    given = dict.fromkeys(names, PART) | {"register_rewards": abs, "register_algorithms": Still}
+    hooks = {name: (lambda name=name: {f"test_{name}": given[name]}) for name in names}
     hooks["register_envs"] = lambda: {
         "test/A-v0": "math:sqrt",
         "test/B-v0": EnvSpec(id="test/B-v0", entry_point="math:sqrt", kwargs={"x": 4}),
     }
     loaded = Plugins()
     loaded.add(plugin(**hooks), "test", "test-dist 1.0")
+    assert loaded.broken == []
     assert loaded.envs.get("test/A-v0") == EnvSpec(id="test/A-v0", entry_point="math:sqrt")
     assert loaded.envs.get("test/B-v0").kwargs == {"x": 4}
     for name in names[1:]:
         table = loaded.tables[name.removeprefix("register_").removesuffix("s")]
-        assert table.get(f"test_{name}") is part
+        assert table.get(f"test_{name}") is given[name]
         assert table.source(f"test_{name}") == "test-dist 1.0"
+
+
+@pytest.mark.parametrize(
+    ("hook", "key", "value", "part", "error"),
+    [
+        ("register_envs", "Echo", "math:sqrt", "env 'Echo'", "env id 'Echo' is malformed; ids look like"),
+        ("register_envs", "me/A-v0", 3, "env 'me/A-v0'", "env 'me/A-v0' is 3; it must be a class or 'module:Class'"),
+        (
+            "register_envs",
+            "me/A-v0",
+            EnvSpec(id="me/B-v0", entry_point="math:sqrt"),
+            "env 'me/A-v0'",
+            "the EnvSpec under 'me/A-v0' has id 'me/B-v0'; they must be equal",
+        ),
+        ("register_learners", "x", dict, "learner 'x'", "it is <class 'dict'>; it must be a relax_gym.Component"),
+        ("register_samplers", "x", 1, "sampler 'x'", "it is 1; it must be a relax_gym.Component"),
+        (
+            "register_trackers",
+            "x",
+            print,
+            "tracker 'x'",
+            "it is <built-in function print>; it must be a relax_gym.Comp",
+        ),
+        ("register_algorithms", "x", PART, "algorithm 'x'", "it is Component("),
+        ("register_rewards", "x", 0.5, "reward 'x'", "it is 0.5; it must be a class or function that returns a reward"),
+        ("register_rewards", 7, abs, "reward 7", "the name 7 must be text"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_left_out_and_named(
+    hook: str, key: Any, value: Any, part: str, error: str
+) -> None:
+    loaded = Plugins()
+    good = {"me/Good-v0": "math:sqrt"} if hook == "register_envs" else {}
+    loaded.add(plugin(**{hook: lambda: {key: value, **good}}), "x", "x-dist 1")
+    assert [(broken.source, broken.part) for broken in loaded.broken] == [("x-dist 1", part)]
+    assert loaded.broken[0].error.startswith(error)
+    assert key not in loaded.tables[KINDS[hook]].names()
+    assert set(good) <= set(loaded.envs.names())
+
+
+def test_a_string_that_leads_to_the_wrong_type_names_the_distribution() -> None:
+    loaded = Plugins()
+    loaded.add(plugin(register_learners=lambda: {"l": "math:sqrt"}), "x", "x-dist 1")
+    loaded.add(plugin(register_trackers=lambda: {"t": Component(factory="math:sqrt", options="math:pi")}), "y", "y 1")
+    with pytest.raises(
+        PluginError, match=r"learner 'l' of x-dist 1: it is <built-in function sqrt>; it must be a rela"
+    ):
+        loaded.get("learner", "l")
+    with pytest.raises(PluginError, match=r"options 'math:pi' is no subclass of relax_gym.config.Options"):
+        loaded.get("tracker", "t").load_options()
+
+
+def test_a_hook_with_arguments_it_cannot_have_leaves_its_plugin_out() -> None:
+    loaded = Plugins()
+    odd = plugin(register_rewards=lambda: {"odd": abs}, on_step_end=lambda stepp: None)
+    loaded.add(odd, "x", "x 1")
+    assert [(broken.what, broken.error.partition(":")[0]) for broken in loaded.broken] == [
+        ("plugin 'x' of x 1", "PluginValidationError")
+    ]
+    assert loaded.manager.get_plugin("x") is None
+    assert "x" not in loaded.sources
+    assert "odd" not in loaded.tables["reward"].names()
 
 
 def test_duplicate_name_names_both() -> None:
@@ -89,16 +167,11 @@ def test_misspelt_hook_names_the_nearest() -> None:
         Plugins().add(plugin(on_step_ends=lambda: None), "x", "x 1")
 
 
-def test_malformed_env_id_is_reported() -> None:
-    with pytest.raises(PluginError, match=r"env id 'Echo' is malformed; ids look like 'namespace/Name-v0'"):
-        Plugins().add(plugin(register_envs=lambda: {"Echo": "math:sqrt"}), "x", "x 1")
-
-
 def test_a_hook_that_raises_leaves_the_rest_of_its_plugin() -> None:
     loaded = Plugins()
     loaded.add(plugin(register_envs=lambda: 1 / 0, register_rewards=lambda: {"fine": abs}), "x", "x 1")
-    assert [(broken.name, broken.source, broken.error) for broken in loaded.broken] == [
-        ("x", "x 1", "ZeroDivisionError: division by zero")
+    assert [(broken.what, broken.error) for broken in loaded.broken] == [
+        ("register_envs() of plugin 'x' of x 1", "ZeroDivisionError: division by zero")
     ]
     assert loaded.get("reward", "fine") is abs
 
@@ -106,29 +179,37 @@ def test_a_hook_that_raises_leaves_the_rest_of_its_plugin() -> None:
 def test_a_name_whose_module_is_missing_says_what_it_should_be() -> None:
     loaded = Plugins()
     loaded.add(plugin(register_rewards=lambda: {"gone": "no_such_module:Thing"}), "x", "x 1")
-    with pytest.raises(PluginError, match=r"cannot load 'no_such_module:Thing': ModuleNotFoundError"):
+    with pytest.raises(
+        PluginError, match=r"^reward 'gone' of x 1: cannot load 'no_such_module:Thing': ModuleNotFoundE"
+    ):
         loaded.get("reward", "gone")
 
 
 # Installed distributions ---------------------------------------------------------------------------------------------
 
 
+HOOK = "from relax_gym import hookimpl\n@hookimpl\ndef "
+
+
 @pytest.mark.parametrize(
-    ("source", "error"),
+    ("source", "part", "error"),
     [
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("def broken(:", "SyntaxError"),
-        ("from relax_gym import hookimpl\n@hookimpl\ndef register_envs():\n    return 1 / 0", "ZeroDivisionError"),
-        ("from relax_gym import hookimpl\n@hookimpl\ndef register_commands(app):\n    app.fly()", "AttributeError"),
+        ("import no_such_module", "", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def broken(:", "", "SyntaxError"),
+        ("raise SystemExit('no licence')", "", "SystemExit: no licence"),
+        ("from relax_gym import EnvSpec\nEnvSpec(id='Echo', entry_point='a:b')", "", "env id 'Echo' is malformed"),
+        (f"{HOOK}register_envs():\n    return 1 / 0", "register_envs() of ", "ZeroDivisionError"),
+        (f"{HOOK}register_envs():\n    return {{'Echo': 'a:b'}}", "env 'Echo' of ", "env id 'Echo' is malformed"),
+        (f"{HOOK}register_commands(app):\n    app.fly()", "register_commands() of ", "AttributeError"),
     ],
 )
-def test_broken_plugin_is_named_and_survived(tmp_path: Path, source: str, error: str) -> None:
+def test_broken_plugin_is_named_and_survived(tmp_path: Path, source: str, part: str, error: str) -> None:
     add_distribution(tmp_path, "broken_one", source)
     done = run_with([tmp_path], "relax_gym", "envs", "list")
     assert done.returncode == 0
     assert "relax_gym/GuessNumber-v0" in done.stdout
-    culprit = "plugin 'broken_one' of broken_one-dist 1.0"
-    assert done.stderr.startswith(f"warning: {culprit} is broken and left out: {error}")
+    culprit = f"{part}plugin 'broken_one' of broken_one-dist 1.0"
+    assert done.stderr.startswith(f"warning: {culprit} is left out: {error}")
     assert done.stderr.count("\n") == 1
     doctor = run_with([tmp_path], "relax_gym", "plugins", "doctor")
     assert doctor.returncode == 1

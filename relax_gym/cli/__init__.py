@@ -16,7 +16,7 @@ from relax_gym.cli import runs as runs
 from relax_gym.cli import scaffolds as scaffolds
 from relax_gym.cli.output import new_app
 from relax_gym.errors import PluginError, RelaxGymError
-from relax_gym.plugins import BrokenPlugin, Plugins, plugins
+from relax_gym.plugins import Plugins, plugins
 
 TRACEBACK_VARIABLE = "RELAX_GYM_TRACEBACK"
 
@@ -77,20 +77,9 @@ def _add_plugin_commands(app: typer.Typer, loaded: Plugins) -> None:
             implementation.function(*(app for _ in implementation.argnames))
         except Exception as error:
             name = implementation.plugin_name
-            loaded.broken.append(
-                BrokenPlugin(
-                    name=name,
-                    source=loaded.sources[name],
-                    error=f"{type(error).__name__}: {error}",
-                    traceback=traceback.format_exc(),
-                )
-            )
+            loaded.report(name, loaded.sources[name], "register_commands()", error)
     for broken in loaded.broken:
-        print(
-            f"warning: plugin {broken.name!r} of {broken.source} is broken and left out: {broken.error} "
-            "(see relax-gym plugins doctor)",
-            file=sys.stderr,
-        )
+        print(f"warning: {broken.what} is left out: {broken.error} (see relax-gym plugins doctor)", file=sys.stderr)
 
 
 def _version(wanted: bool) -> None:

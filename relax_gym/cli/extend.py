@@ -51,10 +51,9 @@ def list_plugins() -> None:
         rows.append((name, source, ", ".join(hooks)))
     print_table(("plugin", "from", "hooks"), rows)
     print()
-    tables = {"env": loaded.envs, **loaded.tables}
     print_table(
         ("kind", "name", "from"),
-        [(kind, name, table.source(name)) for kind, table in tables.items() for name in table.names()],
+        [(kind, name, table.source(name)) for kind, table in loaded.tables.items() for name in table.names()],
     )
 
 
@@ -73,7 +72,7 @@ def doctor() -> None:
         print(f"broken: {error}")
         raise typer.Exit(1) from None
     for plugin in broken:
-        print(f"broken: plugin {plugin.name!r} of {plugin.source}\n{plugin.traceback}")
+        print(f"broken: {plugin.what}\n{plugin.traceback}")
     if broken:
         raise typer.Exit(1)
     print(f"{len(plugins().sources)} plugins, none broken")
