@@ -32,24 +32,39 @@ def run(folder: Path, seed: int, **sections: Any) -> RunResult:
     return train(parse_config(config))
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
-def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """Seed, and a model that has imitated an expert half of whose guesses are random."""
-    folder = tmp_path_factory.mktemp("start")
+def imitate(folder: Path, seed: int, model: dict[str, Any], **warmup: Any) -> Path:
+    """A model that has imitated an expert, and nothing else."""
     run(
         folder,
-        request.param,
-        model={"name": "tiny-qwen3", "kwargs": {"hidden_size": 64, "num_layers": 2, "seed": request.param}},
-        warmup={"steps": 250, "episodes_per_step": 16, "lr": 2e-3, "expert_probability": 0.5},
+        seed,
+        model=model,
+        warmup={"episodes_per_step": 16, "lr": 2e-3, **warmup},
         learner={"name": "torch", "lr": 1e-12, "dtype": "float32"},
         train={"steps": 1, "groups_per_step": 1, "group_size": 2},
         eval={"episodes": 0},
     )
-    return request.param, folder / "checkpoints" / "step-000001"
+    return folder / "checkpoints" / "step-000001"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_held_out_reward_rises(name: str, start: tuple[int, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """Seed, and a model that has imitated an expert half of whose guesses are random."""
+    model = {"name": "tiny-qwen3", "kwargs": {"hidden_size": 64, "num_layers": 2, "seed": request.param}}
+    folder = tmp_path_factory.mktemp("start")
+    return request.param, imitate(folder, request.param, model, steps=250, expert_probability=0.5)
+
+
+@pytest.fixture
+def options(name: str, start: tuple[int, Path], tmp_path: Path) -> dict[str, Any]:
+    """What the algorithm needs; a teacher is the start after it has also imitated an expert that is always right."""
+    if name != "opd":
+        return NEEDED.get(name, {})
+    seed, model = start
+    return {"teacher": str(imitate(tmp_path / "teacher", seed, {"name": str(model)}, steps=150))}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "opd"])
+def test_held_out_reward_rises(name: str, options: dict[str, Any], start: tuple[int, Path], tmp_path: Path) -> None:
     seed, model = start
     # Two updates a step take the policy away from the one that sampled, where the losses differ. RLOO allows one.
     updates = 1 if name == "rloo" else 2
@@ -57,7 +72,7 @@ def test_held_out_reward_rises(name: str, start: tuple[int, Path], tmp_path: Pat
         tmp_path / "run",
         seed,
         model={"name": str(model)},
-        algorithm={"name": name, **NEEDED.get(name, {})},
+        algorithm={"name": name, **options},
         learner={"name": "torch", "lr": 1e-3, "dtype": "float32", "warmup_steps": 2, "updates_per_step": updates},
         train={"steps": 30, "groups_per_step": 8, "group_size": 12},
     )
