@@ -15,7 +15,7 @@ from pathlib import Path
 from relax_gym.build import Parts, build_learner, build_parts, build_trackers
 from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
-from relax_gym.credit import UNSCORED, assign_credit, drop_reason
+from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, drop_reason
 from relax_gym.curve import draw_curve
 from relax_gym.errors import RelaxGymError, TrainingError
 from relax_gym.evaluate import evaluate
@@ -143,8 +143,7 @@ class Trainer:
                 reason = drop_reason(group, self._parts.algorithms[group.mixture])
                 if reason is None:
                     return await self._queue.put(slot, group)
-                self._folder.add_group(self._step_of(slot), group, kind=reason)
-                self._dropped[self._step_of(slot)][reason] += 1
+                self._record_drop(self._step_of(slot), group, reason)
                 if attempt < replacements:  # open the next before closing these: see Player.play
                     finished, sessions = sessions, self._player.open_sessions(len(sessions))
                     close_sessions(finished)
@@ -163,6 +162,18 @@ class Trainer:
         ended = partial(self._episode_ended, self._step_of(slot), False)
         trajectories = await self._player.play(episodes, sessions, on_end=ended)
         return Group(group_id=group_id, slot=slot, trajectories=tuple(trajectories))
+
+    def _record_drop(self, step: int, group: Group, reason: str) -> None:
+        self._folder.add_group(step, group, kind=reason)
+        self._dropped[step][reason] += 1
+
+    def _filter_batch(self, step: int, groups: list[Group]) -> list[Group]:
+        """The groups that stay when those of a step are compared with each other; the rest are not replaced."""
+        reasons = batch_drop_reasons(groups, self._parts.algorithms)
+        for group, reason in zip(groups, reasons, strict=True):
+            if reason is not None:
+                self._record_drop(step, group, reason)
+        return [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
 
     def _step_of(self, slot: int) -> int:
         return slot // self._config.train.groups_per_step + 1
@@ -191,7 +202,7 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
         clock = _Clock()
-        groups = await self._queue.get(step)
+        groups = self._filter_batch(step + 1, await self._queue.get(step))
         clock.lap("rollout_wait")
         samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
