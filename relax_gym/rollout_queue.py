@@ -32,7 +32,11 @@ class RolloutQueue:
     @property
     def queued(self) -> int:
         """Groups that are finished and wait for the learner."""
-        return sum(group is not None for group in self._ready.values())
+        return len(self.waiting())
+
+    def waiting(self) -> list[Group]:
+        """Those groups, in slot order."""
+        return [group for slot in sorted(self._ready) if (group := self._ready[slot]) is not None]
 
     @property
     def in_flight(self) -> int:

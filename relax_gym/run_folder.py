@@ -4,27 +4,35 @@ line by line, so a process killed at any moment leaves a folder that `--resume` 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import platform
+import re
 import shutil
 import sys
+import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from relax_gym.config import RunConfig, dump_config, load_config
 from relax_gym.errors import RunFolderError
+from relax_gym.plugins import plugins
+from relax_gym.redaction import mask_text, masked
 from relax_gym.types import Group, Trajectory
 
+log = logging.getLogger("relax_gym")
 MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "trackers"}
 PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
+DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
 
 
 class RunFolder:
-    """Creates or reopens the folder.
+    """A folder that can be written and holds no run yet, or (resuming) this one. It is the run's from `begin` on.
 
     Raises:
         RunFolderError: it cannot be written, holds a run already, or (resuming) holds another run or none.
@@ -35,47 +43,82 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.episodes_path = self.path / "episodes.jsonl"
         self._checkpoints = self.path / "checkpoints"
-        config_path = self.path / "config.toml"
-        if resume:
-            self._check_same_run(config, config_path)
-        elif config_path.exists():
+        self._config_path = self.path / "config.toml"
+        self._config = config
+        self._resume = resume
+        self._check()
+        with self._explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+
+    def begin(self, start_step: int) -> None:
+        """The run starts after `start_step`: whatever could keep it from starting has gone well.
+
+        Metrics and episodes of a resumed run that are later than that are forgotten; without a checkpoint, all are.
+
+        Raises:
+            RunFolderError: as above; another process may have come first.
+        """
+        self._check()
+        if self._resume:
+            self._note_other_steps()
+        with self._explained():
+            if not self._resume:
+                _write(self.path / "manifest.json", json.dumps(self._manifest(), indent=2, default=str).encode())
+            _write(self._config_path, dump_config(self._config).encode())  # last: it is what makes this a run folder
+            self.truncate(start_step or -1)
+
+    def _check(self) -> None:
+        if self._resume:
+            self._check_same_run()
+        elif self._config_path.exists():
             raise RunFolderError(
                 f"run folder {str(self.path)!r} already holds a run; continue it with --resume, or choose another with "
                 f"--set run_dir=..., or delete it"
             )
+
+    def _check_same_run(self) -> None:
+        if not self._config_path.exists():
+            raise RunFolderError(f"nothing to resume: {str(self.path)!r} holds no run; leave out --resume to start one")
+        old, new = masked(load_config(self._config_path)), masked(self._config)
+        old["train"].pop("steps"), new["train"].pop("steps")
+        changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
+        if changed:
+            lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)
+            raise RunFolderError(f"{str(self.path)!r} holds another run ({lines}); resume it with its own config")
+
+    def _note_other_steps(self) -> None:
+        before, now = load_config(self._config_path).train.steps, self._config.train.steps
+        if before != now:
+            log.warning(
+                "train.steps was %d and is %d: a learning-rate schedule over all steps goes on as one over %d",
+                before,
+                now,
+                now,
+            )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            self._checkpoints.mkdir(parents=True, exist_ok=True)
-            config_path.write_text(dump_config(config), encoding="utf-8")
-            if not resume:
-                self._write_manifest(config)
+            yield
         except OSError as error:
             raise RunFolderError(
                 f"cannot write run folder {str(self.path)!r}: {error.strerror or error}; "
                 "choose another with --set run_dir=..."
             ) from error
 
-    def _write_manifest(self, config: RunConfig) -> None:
-        manifest = {
+    def _manifest(self) -> dict[str, Any]:
+        return {
             "run_id": uuid.uuid4().hex,
-            "seed": config.seed,
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "seed": self._config.seed,
+            "command": [mask_text(self._config, part) for part in (Path(sys.argv[0]).name, *sys.argv[1:])],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: version(name) for name in PACKAGES},
-            "environments": [{"id": env.id, "kwargs": env.kwargs, "weight": env.weight} for env in config.env],
+            "plugins": {name: source for name, source in plugins().sources.items() if source != "relax-gym"},
+            "environments": [{"id": env.id, "kwargs": env.kwargs, "weight": env.weight} for env in self._config.env],
         }
-        (self.path / "manifest.json").write_text(json.dumps(manifest, indent=2, default=str), encoding="utf-8")
-
-    def _check_same_run(self, config: RunConfig, config_path: Path) -> None:
-        if not config_path.exists():
-            raise RunFolderError(f"nothing to resume: {str(self.path)!r} holds no run; leave out --resume to start one")
-        old = load_config(config_path).model_dump(mode="json")
-        new = config.model_dump(mode="json")
-        old["train"].pop("steps"), new["train"].pop("steps")
-        changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
-        if changed:
-            lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)
-            raise RunFolderError(f"{str(self.path)!r} holds another run ({lines}); resume it with its own config")
 
     # Lines -----------------------------------------------------------------------------------------------------------
 
@@ -84,9 +127,13 @@ class RunFolder:
         _append(self.metrics_path, {"step": step, **metrics})
 
     def add_group(self, step: int, group: Group, *, kind: str) -> None:
-        """Append the group's episodes to episodes.jsonl. `kind` is train, eval or the reason it was dropped."""
+        """Append the group's episodes to episodes.jsonl.
+
+        `kind` is train, eval, the reason it was dropped, or queued: finished, but the run ended before its step.
+        """
+        where = {"step": step, "kind": kind, "group_id": group.group_id, "slot": group.slot, "attempt": group.attempt}
         for trajectory in group.trajectories:
-            _append(self.episodes_path, {"step": step, "kind": kind, **episode_record(trajectory)})
+            _append(self.episodes_path, {**where, **episode_record(trajectory)})
 
     def truncate(self, step: int) -> None:
         """Forget metrics and episodes later than `step`: they will be made again."""
@@ -115,84 +162,102 @@ class RunFolder:
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every complete checkpoint of a run folder, oldest first."""
-    return sorted((int(folder.name.removeprefix("step-")), folder) for folder in run.glob("checkpoints/step-*"))
+    named = [(re.fullmatch(r"step-(\d+)", folder.name), folder) for folder in run.glob("checkpoints/step-*")]
+    return sorted((int(name[1]), folder) for name, folder in named if name)
 
 
 def episode_record(trajectory: Trajectory) -> dict[str, Any]:
-    """One line of episodes.jsonl. Ids in `context_ids` have loss mask 0, those in `token_ids` 1."""
-    error = trajectory.error
+    """What episodes.jsonl says of an episode.
+
+    Env id, kwargs, seed, options and the actions of the turns replay it. Ids in `context_ids` have loss mask 0, those
+    in `token_ids` 1; where a turn has `new_segment`, another training sequence begins.
+    """
+    task, error = trajectory.task, trajectory.error
     return {
         "episode_id": trajectory.episode_id,
-        "env_id": trajectory.task.env_id,
-        "seed": trajectory.task.seed,
+        "env_id": task.env_id,
+        "kwargs": task.kwargs,
+        "seed": task.seed,
+        "options": task.options,
+        "mixture": task.mixture,
         "stop_reason": str(trajectory.stop_reason),
         "reward": trajectory.reward,
-        "rewards": dict(trajectory.rewards),
-        "reward_failures": dict(trajectory.reward_failures),
+        "rewards": trajectory.rewards,
+        "reward_failures": trajectory.reward_failures,
         "reward_parts": dict(trajectory.reward_parts),
         "error": error
         and {"env_id": error.env_id, "turn": error.turn, "message": error.message, "traceback": error.traceback},
         "turns": [
             {
-                "observation": list(turn.observation),
+                "observation": turn.observation,
                 "text": turn.text,
                 "action": turn.action,
                 "reward": turn.reward,
-                "info": dict(turn.info),
+                "info": turn.info,
                 "new_segment": turn.new_segment,
                 "finish_reason": str(turn.completion.finish_reason),
-                "context_ids": list(turn.context_ids),
-                "token_ids": list(turn.completion.token_ids),
-                "logprobs": list(turn.completion.logprobs),
-                "versions": list(turn.completion.versions),
+                "context_ids": turn.context_ids,
+                "token_ids": turn.completion.token_ids,
+                "logprobs": turn.completion.logprobs,
+                "versions": turn.completion.versions,
             }
             for turn in trajectory.turns
         ],
-        "final_observation": list(trajectory.final_observation),
+        "final_observation": trajectory.final_observation,
     }
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file. A last line cut short by a kill is left out."""
+    """The records of a .jsonl file. A last line cut short by a kill is left out.
+
+    Raises:
+        RunFolderError: another line is broken; names it.
+    """
+    return [record for _, record in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        if not line:
-            continue
+        return
+    numbered = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), start=1) if line.strip()]
+    for number, line in numbered:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+            record = json.loads(line)
+        except ValueError as error:
+            if number == numbered[-1][0]:
+                return
+            raise RunFolderError(f"{path}, line {number} is not JSON: {error}; repair or delete that line") from error
+        yield line, record
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(record), ensure_ascii=False, default=_describe) + "\n")
+    line = json.dumps(_plain(record), ensure_ascii=False) + "\n"
+    with path.open("ab") as file:
+        file.write(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _describe(value: Any) -> Any:
-    """What is not JSON (an image, an array, an object of the env) is named, not dumped."""
+def _plain(value: Any, depth: int = 0) -> Any:
+    """What JSON can say. The rest (an image, an array, an object of the env) is named, not dumped."""
+    if isinstance(value, Mapping) and depth < DEEPEST:
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and depth < DEEPEST:
+        return [_plain(item, depth + 1) for item in value]
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
-        return value.item()
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str) or (isinstance(value, int) and value.bit_length() <= LONGEST_INT):
+        return value
     return f"<{type(value).__name__}>"
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    if not path.exists():
-        return
-    partial = path.with_suffix(".partial")
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in read_lines(path) if wanted(record)]
-    partial.write_text("".join(lines), encoding="utf-8")
+    if path.exists():
+        _write(path, b"".join(line + b"\n" for line, record in _lines(path) if wanted(record)))
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file in one rename."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
     os.replace(partial, path)

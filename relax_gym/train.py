@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from relax_gym.build import Parts, build_learner, build_parts, build_trackers
+from relax_gym.cleanup import Cleanup
 from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
 from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, drop_reason
@@ -53,24 +54,32 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     folder = RunFolder(config, resume=resume)
     with _log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
-        folder.truncate(start_step if checkpoint else -1)
         parts = build_parts(config, start_step=start_step)
+        trackers = build_trackers(parts.context)
         learner = build_learner(parts.context)
-        if checkpoint is not None:
-            learner.load(checkpoint)
-        trainer = Trainer(parts, learner, build_trackers(parts.context), folder)
         try:
-            result = asyncio.run(trainer.run())
+            return asyncio.run(_run(Trainer(parts, learner, trackers, folder, checkpoint)))
         except BaseExceptionGroup as group:
             raise _first_cause(group) from group
-        draw_curve(folder.metrics_path, folder.path / "reward.png")
-        return result
+
+
+async def _run(trainer: Trainer) -> RunResult:
+    async with Cleanup() as cleanup:
+        cleanup.add(trainer.draw_curve)
+        return await trainer.run()
 
 
 class Trainer:
     """Connects player, queue and learner for one run."""
 
-    def __init__(self, parts: Parts, learner: Learner, trackers: list[Tracker], folder: RunFolder) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        learner: Learner,
+        trackers: list[Tracker],
+        folder: RunFolder,
+        checkpoint: Path | None = None,
+    ) -> None:
         self._parts = parts
         self._config = parts.context.config
         self._start = parts.context.start_step
@@ -78,9 +87,15 @@ class Trainer:
         self._thread = Worker("learner")
         self._trackers = trackers
         self._folder = folder
+        self._checkpoint = checkpoint
         self._hook = plugins().hook
         self._player = parts.player()
-        self._queue: RolloutQueue
+        self._queue = RolloutQueue(
+            groups_per_step=self._config.train.groups_per_step,
+            max_staleness=self._config.train.max_staleness,
+            first_step=self._start,
+            last_step=self._config.train.steps,
+        )
         self._evaluations: list[tuple[int, Metrics]] = []
         self._metrics: Metrics = {}
         self._empty_steps = 0
@@ -89,17 +104,9 @@ class Trainer:
         self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
     async def run(self) -> RunResult:
-        """Warm up, then train to the last step."""
-        train = self._config.train
-        self._queue = RolloutQueue(
-            groups_per_step=train.groups_per_step,
-            max_staleness=train.max_staleness,
-            first_step=self._start,
-            last_step=train.steps,
-        )
-        await self._parts.sampler.start()
-        self._hook.on_run_start(context=self._parts.context)
-        try:
+        """Warm up, then train to the last step. Whatever happens, everything is closed and no finished group lost."""
+        async with Cleanup() as cleanup:
+            await self._begin(cleanup)
             if self._start == 0:
                 await self._warm_up()
             await self._publish()  # always before the first rollout: a resumed sampler would wait for ever otherwise
@@ -108,23 +115,41 @@ class Trainer:
             async with asyncio.TaskGroup() as tasks:
                 lag = tasks.create_task(self._watch_loop())
                 tasks.create_task(self._produce())
-                for step in range(self._start, train.steps):
+                for step in range(self._start, self._config.train.steps):
                     await self._step(step)
                 lag.cancel()
-        finally:
-            await self._close()
         return RunResult(
-            run_dir=self._folder.path, steps=train.steps, metrics=self._metrics, evaluations=self._evaluations
+            run_dir=self._folder.path,
+            steps=self._config.train.steps,
+            metrics=self._metrics,
+            evaluations=self._evaluations,
         )
 
-    async def _close(self) -> None:
-        self._hook.on_run_end(context=self._parts.context)
+    async def _begin(self, cleanup: Cleanup) -> None:
+        """Start what was built; only then is the run folder in use. What is closed first is added last."""
+        context = self._parts.context
+        cleanup.add(self._thread.stop)
+        cleanup.add(partial(self._thread.call, self._learner.close))  # after what the thread still does, e.g. a save
         for tracker in self._trackers:
-            tracker.close()
-        await self._player.aclose()
-        self._thread.stop()
-        self._learner.close()
-        await self._parts.sampler.aclose()
+            cleanup.add(tracker.close)
+        cleanup.add(self._player.aclose)
+        cleanup.add(self._parts.sampler.aclose)
+        if self._checkpoint is not None:
+            await self._thread.call(self._learner.load, self._checkpoint)
+        await self._parts.sampler.start()
+        self._folder.begin(self._start)
+        cleanup.add(partial(self._hook.on_run_end, context=context))
+        cleanup.add(self._keep_waiting_groups)
+        self._hook.on_run_start(context=context)
+
+    def _keep_waiting_groups(self) -> None:
+        for group in self._queue.waiting():
+            self._folder.add_group(self._step_of(group.slot), group, kind="queued")
+
+    def draw_curve(self) -> None:
+        """Draw the metrics so far, if there are any."""
+        if self._folder.metrics_path.exists():
+            draw_curve(self._folder.metrics_path, self._folder.path / "reward.png")
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
@@ -161,7 +186,7 @@ class Trainer:
         ]
         ended = partial(self._episode_ended, self._step_of(slot), False)
         trajectories = await self._player.play(episodes, sessions, on_end=ended)
-        return Group(group_id=group_id, slot=slot, trajectories=tuple(trajectories))
+        return Group(group_id=group_id, slot=slot, attempt=attempt, trajectories=tuple(trajectories))
 
     def _record_drop(self, step: int, group: Group, reason: str) -> None:
         self._folder.add_group(step, group, kind=reason)
@@ -197,13 +222,16 @@ class Trainer:
             self._hook.on_warmup_step(step=shown.step, metrics={**learner, "episode/errors": shown.errors})
 
     async def _publish(self) -> None:
-        await self._parts.sampler.update_weights(self._learner.weights(), self._learner.version)
+        weights = await self._thread.call(lambda: list(self._learner.weights()))  # what is lazy is computed there too
+        await self._parts.sampler.update_weights(weights, self._learner.version)
 
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
         clock = _Clock()
         groups = self._filter_batch(step + 1, await self._queue.get(step))
         clock.lap("rollout_wait")
+        for group in groups:  # before anything can fail
+            self._folder.add_group(step + 1, group, kind="train")
         samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         dropped = self._dropped.pop(step + 1, Counter[str]())
@@ -214,8 +242,6 @@ class Trainer:
         clock.lap("train")
         await self._publish()
         clock.lap("publish")
-        for group in groups:
-            self._folder.add_group(step + 1, group, kind="train")
         metrics = {
             **episode_metrics(trajectories),
             **staleness_metrics(samples, step),
@@ -318,7 +344,7 @@ class _Clock:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:

@@ -208,11 +208,15 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
-    """G finished episodes of one task. Group order equals sample index order."""
+    """G finished episodes of one task. Group order equals sample index order.
+
+    `attempt` counts the groups of its slot that a filter has dropped before.
+    """
 
     group_id: str
     slot: int
     trajectories: tuple[Trajectory, ...]
+    attempt: int = 0
 
     @property
     def mixture(self) -> int:

@@ -1,11 +1,16 @@
+import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from relax_gym.config import parse_config
 from relax_gym.errors import RunFolderError
+from relax_gym.plugins import plugins
 from relax_gym.run_folder import RunFolder, read_lines
+from relax_gym.trajectory import to_samples
+from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, Trajectory, Turn
 
 
 def config(path, **train: object):
@@ -19,24 +24,54 @@ def config(path, **train: object):
     )
 
 
-def test_k120_missing_parents_are_made_and_the_config_is_kept(tmp_path) -> None:
-    folder = RunFolder(config(tmp_path / "a" / "b"), resume=False)
+def begun(config) -> RunFolder:
+    folder = RunFolder(config, resume=False)
+    folder.begin(0)
+    return folder
+
+
+def episode(text: str = "ab", **changes: Any) -> Trajectory:
+    ids = tuple(range(7, 7 + len(text)))
+    said = Completion(
+        token_ids=ids, logprobs=(-0.5,) * len(ids), versions=(3,) * len(ids), finish_reason=FinishReason.STOP
+    )
+    first = Turn(
+        observation=({"role": "user", "content": text},), context_ids=(1, 2), completion=said, text=text, action=text
+    )
+    turns = (first, dataclasses.replace(first, context_ids=(4,)), dataclasses.replace(first, new_segment=True))
+    task = Task(env_id="me/Echo-v0", seed=5, kwargs={"size": 3}, options={"row": "x"}, mixture=1)
+    return Trajectory(
+        **{"task": task, "episode_id": "6r2-0", "turns": turns, "stop_reason": StopReason.ENV_DONE, **changes}
+    )
+
+
+def lines_of(folder: RunFolder, *trajectories: Trajectory) -> list[dict[str, Any]]:
+    folder.add_group(4, Group(group_id="6r2", slot=6, attempt=2, trajectories=trajectories), kind="train")
+    return read_lines(folder.episodes_path)
+
+
+def test_k120_missing_parents_are_made_and_the_config_is_kept(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(plugins(), "sources", {"relax_gym_envs": "relax-gym", "hello": "hello-plugin 1.2"})
+    folder = begun(config(tmp_path / "a" / "b"))
     assert (folder.path / "config.toml").exists()
     manifest = json.loads((folder.path / "manifest.json").read_text())
     assert manifest["environments"][0]["id"] == "relax_gym/GuessNumber-v0"
     assert manifest["packages"]["torch"]
+    assert manifest["plugins"] == {"hello": "hello-plugin 1.2"}
+    assert not list(folder.path.glob("*.partial"))
 
 
 def test_k116_a_used_folder_is_refused(tmp_path) -> None:
-    RunFolder(config(tmp_path / "r"), resume=False)
+    begun(config(tmp_path / "r"))
     with pytest.raises(RunFolderError, match=r"already holds a run; continue it with --resume"):
         RunFolder(config(tmp_path / "r"), resume=False)
 
 
 def test_k115_resume_takes_more_steps_but_no_other_run(tmp_path) -> None:
-    run_id = RunFolder(config(tmp_path / "r"), resume=False).path / "manifest.json"
+    run_id = begun(config(tmp_path / "r")).path / "manifest.json"
     before = run_id.read_text()
-    RunFolder(config(tmp_path / "r", steps=9), resume=True)
+    RunFolder(config(tmp_path / "r", steps=9), resume=True).begin(0)
+    assert "steps = 9" in (tmp_path / "r" / "config.toml").read_text()
     assert run_id.read_text() == before
     with pytest.raises(
         RunFolderError, match=r"holds another run \(train: .*'group_size': 2.* there, .*'group_size': 4"
@@ -44,6 +79,25 @@ def test_k115_resume_takes_more_steps_but_no_other_run(tmp_path) -> None:
         RunFolder(config(tmp_path / "r", group_size=4), resume=True)
     with pytest.raises(RunFolderError, match=r"nothing to resume: .*new"):
         RunFolder(config(tmp_path / "new"), resume=True)
+
+
+def test_a_run_that_never_began_leaves_the_folder_free(tmp_path) -> None:
+    RunFolder(config(tmp_path / "r"), resume=False)
+    assert list((tmp_path / "r").iterdir()) == []
+    late = RunFolder(config(tmp_path / "r", group_size=4), resume=False)
+    begun(config(tmp_path / "r"))
+    with pytest.raises(RunFolderError, match="already holds a run"):  # another process came first
+        late.begin(0)
+
+
+def test_a_resumed_run_that_never_began_loses_nothing(tmp_path) -> None:
+    folder = begun(config(tmp_path / "r"))
+    folder.add_metrics(1, {})
+    again = RunFolder(config(tmp_path / "r", steps=9), resume=True)
+    assert len(read_lines(folder.metrics_path)) == 1
+    assert "steps = 2" in (folder.path / "config.toml").read_text()
+    again.begin(0)
+    assert read_lines(folder.metrics_path) == []
 
 
 def test_an_unwritable_folder_is_named(tmp_path) -> None:
@@ -65,6 +119,63 @@ def test_lines_later_than_the_checkpoint_are_forgotten_and_a_cut_line_too(tmp_pa
         '{"step": 1, "x": 0.1, "nan": null, "np": 0.5}\n'
         '{"step": 2, "x": 0.2, "nan": null, "np": 0.5}\n'
     )
+
+
+def test_only_the_last_line_may_be_broken(tmp_path) -> None:
+    folder = begun(config(tmp_path / "r"))
+    folder.metrics_path.write_bytes(b'{"step": 0}\n{"step": \n\n{"step": 2}\n')
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2 is not JSON: .*; repair or delete that line"):
+        read_lines(folder.metrics_path)
+    with pytest.raises(RunFolderError, match="line 2"):
+        RunFolder(config(tmp_path / "r"), resume=True).begin(5)
+    assert folder.metrics_path.read_bytes().endswith(b'{"step": 2}\n')
+    folder.metrics_path.write_bytes(b'{"step": 0}\n{"text": "\xe6\xbc')  # cut inside a character
+    assert read_lines(folder.metrics_path) == [{"step": 0}]
+
+
+def test_any_text_of_an_env_can_be_kept(tmp_path) -> None:
+    folder = begun(config(tmp_path / "r"))
+    text = "漢 \udc80 \\ud800 \ud800"
+    (line,) = lines_of(folder, episode(text))
+    assert line["turns"][0]["observation"][0]["content"] == text
+    before = folder.episodes_path.read_bytes()
+    assert "漢".encode() in before
+    folder.truncate(4)
+    assert folder.episodes_path.read_bytes() == before
+
+
+def test_what_json_cannot_say_is_named(tmp_path) -> None:
+    folder = begun(config(tmp_path / "r"))
+    circle: dict[str, Any] = {}
+    circle["self"] = circle
+    info = {1: np.float32("nan"), "array": np.zeros(2), "huge": 1 << 99999, "set": {1}, "flag": np.True_}
+    (turn, *_) = episode().turns
+    (line,) = lines_of(folder, episode(turns=(dataclasses.replace(turn, info={**info, "circle": circle}),)))
+    kept = line["turns"][0]["info"]
+    assert "<dict>" in json.dumps(kept.pop("circle"))
+    assert kept == {"1": None, "array": "<ndarray>", "huge": "<int>", "set": "<set>", "flag": True}
+
+
+def test_a_line_is_enough_to_replay_an_episode_and_to_derive_its_masks(tmp_path) -> None:
+    (line,) = lines_of(begun(config(tmp_path / "r")), episode())
+    task = Task(**{key: line[key] for key in ("env_id", "seed", "kwargs", "options", "mixture")})
+    assert task == episode().task
+    assert [line[key] for key in ("step", "kind", "group_id", "slot", "attempt")] == [4, "train", "6r2", 6, 2]
+    derived: list[list[tuple[int, int]]] = []
+    for turn in line["turns"]:
+        if turn["new_segment"] or not derived:
+            derived.append([])
+        derived[-1] += [(id, 0) for id in turn["context_ids"]] + [(id, 1) for id in turn["token_ids"]]
+    assert derived == [list(zip(s.token_ids, s.loss_mask, strict=True)) for s in to_samples(episode(), "6r2")]
+    assert derived[0] == [(1, 0), (2, 0), (7, 1), (8, 1), (4, 0), (7, 1), (8, 1)]
+
+
+def test_other_folders_beside_the_checkpoints_are_ignored(tmp_path) -> None:
+    folder = begun(config(tmp_path / "r"))
+    folder.save_checkpoint(3, lambda path: None, keep=1)
+    for name in ("step-foo", "step-000004.bak", "step-"):
+        (folder.path / "checkpoints" / name).mkdir()
+    assert [step for step, _ in folder.checkpoints()] == [3]
 
 
 def test_checkpoints_appear_whole_or_not_at_all(tmp_path) -> None:
