@@ -46,24 +46,35 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """`eval/reward` overall, `eval/<env id>/reward` for several envs, accuracy where envs report `info["correct"]`."""
-    out = {f"eval/{key}": value for key, value in _summary(trajectories).items()}
+    """`evaluation_summary` as `eval/<key>`, and as `eval/<env id>/<key>` when there are several envs."""
+    out = {f"eval/{key}": value for key, value in evaluation_summary(trajectories).items()}
     envs = sorted({t.task.env_id for t in trajectories})
     for env in envs if len(envs) > 1 else []:
         of_env = [t for t in trajectories if t.task.env_id == env]
-        out.update({f"eval/{env}/{key}": value for key, value in _summary(of_env).items()})
+        out.update({f"eval/{env}/{key}": value for key, value in evaluation_summary(of_env).items()})
     return out
 
 
-def _summary(trajectories: Sequence[Trajectory]) -> Metrics:
+def evaluation_summary(trajectories: Sequence[Trajectory]) -> Metrics:
+    """`errors`, `turns`, `tokens`, `reward` if any could be scored, `accuracy` if envs report `info["correct"]`."""
     every = episode_metrics(trajectories)
     out = {"errors": every["episode/errors"], "turns": every["episode/turns"], "tokens": every["episode/tokens"]}
     if "reward/mean" in every:
         out["reward"] = every["reward/mean"]
-    verdicts = [bool(t.info["correct"]) for t in trajectories if "correct" in t.info]
-    if verdicts:
-        out["accuracy"] = float(np.mean(verdicts))
-    return out
+    solved = accuracy(trajectories)
+    return out if solved is None else {**out, "accuracy": solved}
+
+
+def accuracy(trajectories: Sequence[Trajectory]) -> float | None:
+    """The share of episodes that are solved, among those of envs that report `info["correct"]`; None if no env does.
+
+    An episode counts by its last report. One that failed, or was cut before it could report, is not solved: leaving it
+    out would show a model that runs out of turns or breaks its env as better than it is. The reward differs: it has no
+    value for an episode that could not be scored, so its mean leaves those out and `errors` counts them.
+    """
+    reporting = {t.task.env_id for t in trajectories if "correct" in t.info}
+    solved = [t.error is None and bool(t.info.get("correct")) for t in trajectories if t.task.env_id in reporting]
+    return float(np.mean(solved)) if solved else None
 
 
 def staleness_metrics(samples: Sequence[TrainingSample], version: int) -> Metrics:

@@ -24,7 +24,8 @@ def train(
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, play one episode, write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check everything, play one episode, write nothing; exit code 1 on a failure."),
     ] = False,
 ) -> None:
     """Train a language model."""
@@ -34,7 +35,10 @@ def train(
     if dry_run:
         from relax_gym import dry_run as rehearsal
 
-        print(rehearsal.render(rehearsal.dry_run(run)))
+        report = rehearsal.dry_run(run, resume=resume)
+        print(rehearsal.render(report))
+        if report.failures:
+            raise typer.Exit(1)
         return
     from relax_gym.display import Display
 
@@ -103,22 +107,21 @@ EVALUATION_COLUMNS = ("env", "episodes", "reward", "accuracy", "turns", "tokens"
 
 def evaluation_rows(trajectories: Sequence[Trajectory]) -> list[tuple[str, ...]]:
     """One row for each env."""
-    from relax_gym.metrics import episode_metrics
+    from relax_gym.metrics import evaluation_summary
 
     rows: list[tuple[str, ...]] = []
     for env in sorted({trajectory.task.env_id for trajectory in trajectories}):
         of_env = [trajectory for trajectory in trajectories if trajectory.task.env_id == env]
-        metrics = episode_metrics(of_env)
-        verdicts = [bool(t.info["correct"]) for t in of_env if "correct" in t.info]
+        summary = evaluation_summary(of_env)
         endings = Counter(str(trajectory.stop_reason) for trajectory in of_env)
         rows.append(
             (
                 env,
                 str(len(of_env)),
-                f"{metrics['reward/mean']:.3f}" if "reward/mean" in metrics else "unscored",
-                f"{sum(verdicts) / len(verdicts):.3f}" if verdicts else "-",
-                f"{metrics['episode/turns']:.1f}",
-                f"{metrics['episode/tokens']:.1f}",
+                f"{summary['reward']:.3f}" if "reward" in summary else "unscored",
+                f"{summary['accuracy']:.3f}" if "accuracy" in summary else "-",
+                f"{summary['turns']:.1f}",
+                f"{summary['tokens']:.1f}",
                 ", ".join(f"{reason} {count}" for reason, count in endings.most_common()),
             )
         )

@@ -1,0 +1,66 @@
+"""The numbers of an evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relax_gym.cli.runs import evaluation_rows
+from relax_gym.metrics import accuracy, evaluation_metrics
+from relax_gym.types import EpisodeError, StopReason, Task, Trajectory
+
+
+def episode(
+    stop: StopReason, reward: float | None, *, env: str = "test/A-v0", failed: bool = False, **info: Any
+) -> Trajectory:
+    error = EpisodeError(env_id=env, seed=0, turn=0, message="m", traceback="t") if failed else None
+    rewards = {"env": reward}
+    return Trajectory(
+        task=Task(env_id=env, seed=0),
+        episode_id="e",
+        turns=(),
+        stop_reason=stop,
+        rewards=rewards,
+        info=info,
+        error=error,
+    )
+
+
+SOLVED = episode(StopReason.ENV_DONE, 1.0, correct=True)
+WRONG = episode(StopReason.ENV_DONE, 0.0, correct=False)
+CUT = episode(StopReason.MAX_TURNS, 0.0)
+LATE = episode(StopReason.TIMEOUT, 0.0)
+FAILED = episode(StopReason.ERROR, None, failed=True)
+FAILED_AFTER_A_GOOD_TURN = episode(StopReason.ERROR, None, failed=True, correct=True)
+SILENT = episode(StopReason.ENV_DONE, 0.5, env="test/B-v0")
+
+
+@pytest.mark.parametrize(
+    ("episodes", "expected"),
+    [
+        ([SOLVED, WRONG], 0.5),
+        ([SOLVED, CUT], 0.5),
+        ([SOLVED, LATE, CUT, FAILED], 0.25),
+        ([SOLVED, FAILED_AFTER_A_GOOD_TURN], 0.5),
+        ([SOLVED, SILENT, SILENT], 1.0),
+        ([SILENT], None),
+        ([CUT, FAILED], None),
+        ([], None),
+    ],
+)
+def test_accuracy_counts_what_never_got_to_report(episodes: list[Trajectory], expected: float | None) -> None:
+    assert accuracy(episodes) == expected
+
+
+def test_the_log_and_the_command_line_tell_the_same() -> None:
+    episodes = [SOLVED, SOLVED, CUT, FAILED, SILENT]
+    metrics = evaluation_metrics(episodes)
+    assert metrics["eval/accuracy"] == metrics["eval/test/A-v0/accuracy"] == 0.5
+    assert metrics["eval/test/A-v0/reward"] == pytest.approx(2 / 3)
+    assert metrics["eval/test/A-v0/errors"] == 1
+    assert "eval/test/B-v0/accuracy" not in metrics
+    assert [row[:4] for row in evaluation_rows(episodes)] == [
+        ("test/A-v0", "4", "0.667", "0.500"),
+        ("test/B-v0", "1", "0.500", "-"),
+    ]
