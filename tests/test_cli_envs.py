@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -78,6 +79,50 @@ def test_faulty_env_is_named_with_seed_and_turn(capsys, tmp_path: Path, monkeypa
     code, _, err = run(capsys, "envs", "play", f"{tmp_path / 'broken_play.py'}:BrokenPlay", "--seed", "6")
     assert code == 1
     assert "env 'local/BrokenPlay-v0', seed 6, turn 1: EnvError: message 0 has role 'robot'" in err
+
+
+ASYNC = """
+from relax_gym import Env, StepResult, user
+import json
+
+assert hasattr(json, "JSONDecodeError"), "the library's module, not this file"
+closed = 0
+
+
+class Async(Env):
+    async def reset(self, *, seed=None, options=None):
+        return user("hello"), {}
+
+    async def step(self, action):
+        return StepResult([], float(action == "right"), True, False, {})
+
+    async def expert_action(self):
+        return "right"
+
+    async def close(self):
+        global closed
+        closed += 1
+"""
+
+
+def test_a_file_does_not_take_the_place_of_a_library_module(capsys, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(ASYNC)
+    code, out, _ = run(capsys, "envs", "check", f"{tmp_path / 'json.py'}:Async")
+    assert (code, "FAILED" in out) == (0, False)
+    import json
+
+    assert json.loads("[1]") == [1]
+    assert not hasattr(json, "Async")
+
+
+def test_async_envs_are_shown_played_and_closed(capsys, tmp_path: Path) -> None:
+    (tmp_path / "async_env.py").write_text(ASYNC.replace("Async", "AsyncPlayed"))
+    code, out, _ = run(capsys, "envs", "show", f"{tmp_path / 'async_env.py'}:AsyncPlayed")
+    assert code == 0
+    assert "an episode of the expert, seed 0:\nuser: hello\nagent: right\n  reward 1  terminated" in out
+    code, out, _ = run(capsys, "envs", "play", "local/AsyncPlayed-v0", "--expert")
+    assert (code, out) == (0, "user: hello\nagent: right\n  reward 1  terminated\ntotal reward 1\n")
+    assert sys.modules["_relax_gym_file_async_env"].closed == 3
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,17 @@ class Recording(Env):
     """Notes in which thread what was called; hangs in the call `hang` names."""
 
     def __init__(self, hang: str = "") -> None:
-        self.hang = hang
+        self.hang, self.calls, self.release = (
+            hang,
+            calls,
+            release,
+        )  # an env of an earlier test that wakes up late notes it there
         self.note("constructor")
 
     def note(self, what: str) -> None:
         if what == self.hang:
-            release.wait(20)
-        calls.append((what, threading.get_ident()))
+            self.release.wait(20)
+        self.calls.append((what, threading.get_ident()))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
@@ -56,7 +60,7 @@ class RecordingAsync(Recording):
     async def note_async(self, what: str) -> None:
         if what == self.hang:
             await asyncio.Event().wait()
-        calls.append((what, threading.get_ident()))
+        self.calls.append((what, threading.get_ident()))
 
     async def reset(self, **kwargs: Any) -> Any:  # type: ignore[override]
         await self.note_async("reset")
@@ -113,8 +117,8 @@ if "test/Recording-v0" not in relax_gym.list():
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Any:
-    calls.clear()
-    release.clear()
+    global calls, release
+    calls, release = [], threading.Event()
     yield
     release.set()
 
@@ -234,7 +238,7 @@ def test_an_env_made_while_its_episode_is_cancelled_is_not_lost(env: str) -> Non
 
 
 def wait_for_close() -> None:
-    for _ in range(200):
+    for _ in range(1000):
         if "close" in [what for what, _ in calls]:
             break
         threading.Event().wait(0.01)
