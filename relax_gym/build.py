@@ -18,6 +18,7 @@ from relax_gym.models import load_tokenizer, resolve_model
 from relax_gym.play import Player
 from relax_gym.plugins import plugins
 from relax_gym.preflight import check_tools, probe_envs, refused
+from relax_gym.redaction import check_secrets
 from relax_gym.registry import load
 from relax_gym.sampler import Sampler
 from relax_gym.scoring import WeightedReward
@@ -52,6 +53,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
         import torch
 
         torch.set_num_threads(config.threads)
+    check_secrets(config)
     probes = probe_envs(config)
     rewards = build_rewards(config)
     tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)

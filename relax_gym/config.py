@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from relax_gym.errors import ConfigError, RelaxGymError, suggestion
+from relax_gym.errors import ConfigError, RelaxGymError, nearest, suggestion
 
 if TYPE_CHECKING:
     from relax_gym.algorithm import Algorithm
@@ -218,10 +219,12 @@ def parse_config(data: Mapping[str, Any], *, source: str = "config") -> RunConfi
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config as TOML, every default written out. `parse_config(tomllib.loads(dump_config(c))) == c`."""
+    """The config as TOML, every default written out and secrets masked: parsed again, it is the same but for those."""
     import tomli_w
 
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    from relax_gym.redaction import masked
+
+    return tomli_w.dumps(masked(config, exclude_none=True))
 
 
 def plugin_options(section: PluginSection, model: type[ModelT], *, source: str, key: str) -> ModelT:
@@ -230,16 +233,20 @@ def plugin_options(section: PluginSection, model: type[ModelT], *, source: str, 
 
 
 def load_algorithms(config: RunConfig, *, source: str = "config") -> tuple[Algorithm, ...]:
-    """The algorithm of each `[[env]]`, in their order: its own, or the run's.
+    """The algorithm of each `[[env]]`, in their order: its own, or the run's. Equal ones are one object.
 
     Raises:
         UnknownNameError, ConfigError: no such algorithm, or options it does not take.
     """
     from relax_gym.plugins import plugins
 
+    built: list[Algorithm] = []
+
     def build(section: AlgorithmSection, key: str) -> Algorithm:
         options: type[Algorithm] = plugins().get("algorithm", section.name)
-        return plugin_options(section, options, source=source, key=key)
+        algorithm = plugin_options(section, options, source=source, key=key)
+        built.append(next((same for same in built if same == algorithm), algorithm))
+        return built[-1]
 
     common = build(config.algorithm, "algorithm")
     return tuple(
@@ -266,6 +273,9 @@ def _explain(model: type[BaseModel], fault: Any, prefix: str) -> str:
     if fault["type"] == "missing":
         return f"key {key!r} is missing; it is required"
     message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        match = nearest(fault["input"], re.findall(r"'([^']*)'", fault["ctx"]["expected"]))
+        message += f"; did you mean {match!r}?" if match else ""
     value = "" if isinstance(fault["input"], Mapping) else f" = {fault['input']!r}"
     return f"{key}{value}: {message}"
 

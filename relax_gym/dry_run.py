@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_gym.actor import Actor
-from relax_gym.build import build_rewards
-from relax_gym.chat import ChatRenderer
-from relax_gym.config import RunConfig, dump_config, load_algorithms
+from relax_gym.build import build_renderer, build_rewards
+from relax_gym.config import ModelConfig, RunConfig, dump_config, load_algorithms
 from relax_gym.env_driver import EnvDriver
-from relax_gym.models import load_tokenizer, resolve_model
+from relax_gym.errors import ModelError
+from relax_gym.models import resolve_model
+from relax_gym.preflight import check_tools, probe_envs
+from relax_gym.redaction import check_secrets
 from relax_gym.rollout import Limits, rollout
 from relax_gym.sampler import SamplingParams, Session
-from relax_gym.scoring import score
+from relax_gym.scoring import WeightedReward, close_rewards, score
 from relax_gym.tasks import TaskSource
 from relax_gym.types import StopReason, Task, Trajectory
 from relax_gym.view import printable
 from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
+    from relax_gym.chat import ChatRenderer
     from relax_gym.template import TemplateReport
 
 GARBAGE = "?"
@@ -56,7 +59,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunReport:
-    """What `relax-gym train --dry-run` found."""
+    """What `relax-gym train --dry-run` found. With a failure the run would not start, or learn nothing from an env."""
 
     config: RunConfig
     model: ModelFacts
@@ -64,22 +67,27 @@ class DryRunReport:
     rehearsals: tuple[Rehearsal, ...]
     episodes_per_step: int
     max_tokens_per_step: int
-    warnings: tuple[str, ...]
+    failures: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-def dry_run(config: RunConfig) -> DryRunReport:
+def dry_run(config: RunConfig, *, resume: bool = False) -> DryRunReport:
     """Resolve and build what a run needs and play one episode of each env with its expert, else any legal actions.
 
     Raises:
         RelaxGymError: what the run itself would raise before its first episode.
     """
-    load_algorithms(config)
-    tasks = _first_tasks(config)
+    check_secrets(config)
+    probes = probe_envs(config)
+    rewards = build_rewards(config)
+    shortages = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes).shortages()
     path = resolve_model(config.model)
     model = _model_facts(config, path)
-    renderer = ChatRenderer(load_tokenizer(path, trust_remote_code=config.model.trust_remote_code), config.chat)
+    renderer = build_renderer(config, path)
+    check_tools(probes, renderer)
+    _resolve_teachers(config)
     budget = min(config.rollout.token_budget or model.context, model.context)
-    rehearsals = asyncio.run(_rehearse(config, tasks, renderer, budget))
+    rehearsals = asyncio.run(_rehearse(config, _first_tasks(config), renderer, rewards, budget))
     episodes = config.train.groups_per_step * config.train.group_size
     longest = min(config.rollout.max_turns * config.rollout.max_new_tokens, budget)
     report = DryRunReport(
@@ -89,9 +97,9 @@ def dry_run(config: RunConfig) -> DryRunReport:
         rehearsals=tuple(rehearsals),
         episodes_per_step=episodes,
         max_tokens_per_step=episodes * longest,
-        warnings=(),
     )
-    return dataclasses.replace(report, warnings=tuple(_warnings(report, budget)))
+    warnings = (*shortages, *_warnings(report, budget))
+    return dataclasses.replace(report, failures=tuple(_failures(report, resume)), warnings=warnings)
 
 
 def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
@@ -99,11 +107,14 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     trust = config.model.trust_remote_code
-    settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            settings, trust_remote_code=trust
-        )
+    try:
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, trust_remote_code=trust
+            )
+    except Exception as error:  # an unknown architecture, or remote code, which can raise anything
+        raise ModelError(f"model folder {path} cannot be built: {error}") from error
     return ModelFacts(
         name=config.model.name,
         path=path,
@@ -111,6 +122,13 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         context=int(settings.get_text_config().max_position_embeddings),
     )
+
+
+def _resolve_teachers(config: RunConfig) -> None:
+    """Find the models that the algorithms distil from, as the learner would."""
+    distillations = [algorithm.distillation for algorithm in load_algorithms(config)]
+    for name in {name for distillation in distillations if distillation for name in distillation.names}:
+        resolve_model(ModelConfig(name=name, trust_remote_code=config.model.trust_remote_code))
 
 
 def _first_tasks(config: RunConfig) -> list[Task]:
@@ -130,7 +148,13 @@ async def _garbage() -> str:
     return GARBAGE
 
 
-async def _rehearse(config: RunConfig, tasks: Sequence[Task], renderer: ChatRenderer, budget: int) -> list[Rehearsal]:
+async def _rehearse(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    renderer: ChatRenderer,
+    rewards: Sequence[WeightedReward],
+    budget: int,
+) -> list[Rehearsal]:
     rules = config.rollout
     limits = Limits(
         max_turns=rules.max_turns,
@@ -153,12 +177,15 @@ async def _rehearse(config: RunConfig, tasks: Sequence[Task], renderer: ChatRend
             episode_id=f"dry-{len(rehearsals)}",
             open_session=open_session,
             renderer=renderer,
-            params=SamplingParams(max_new_tokens=rules.max_new_tokens, stop=rules.stop),
+            params=SamplingParams(
+                max_new_tokens=rules.max_new_tokens, stop=rules.stop, stop_token_ids=renderer.stop_token_ids
+            ),
             limits=limits,
             threads=threads,
         )
-        trajectory = await score(trajectory, build_rewards(config), timeout=rules.reward_timeout, threads=threads)
+        trajectory = await score(trajectory, rewards, timeout=rules.reward_timeout, threads=threads)
         rehearsals.append(_rehearsal(task, actors[-1] if actors else "nobody", trajectory, renderer))
+    await close_rewards(rewards, timeout=rules.reward_timeout, threads=threads)
     threads.close()
     return rehearsals
 
@@ -175,16 +202,30 @@ def _rehearsal(task: Task, actor: str, trajectory: Trajectory, renderer: ChatRen
     )
 
 
+def _failures(report: DryRunReport, resume: bool) -> Iterator[str]:
+    run_dir = Path(report.config.run_dir)
+    if resume != (run_dir / "config.toml").exists():
+        yield f"run_dir {str(run_dir)!r} " + (
+            "holds no run to resume" if resume else "already holds a run; --resume it"
+        )
+    elif not _writable(run_dir):
+        yield f"run_dir {str(run_dir)!r} cannot be written"
+    for rehearsal in report.rehearsals:
+        trajectory = rehearsal.trajectory
+        if (error := trajectory.error) is not None:
+            yield f"{rehearsal.env_id}: the episode failed at turn {error.turn}: {error.message}"
+        elif trajectory.stop_reason is StopReason.TIMEOUT:
+            yield f"{rehearsal.env_id}: the episode took longer than rollout.episode_timeout"
+        elif trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
+            yield f"{rehearsal.env_id}: the first prompt does not fit in the context"
+
+
 def _warnings(report: DryRunReport, budget: int) -> Iterator[str]:
     config = report.config
     if config.eval.episodes == 0:
         yield "eval.episodes is 0: nothing will show whether held-out episodes get better"
     if not report.template.prefix_preserving:
         yield "the chat template rewrites past turns: episodes are trained as several segments"
-    if (Path(config.run_dir) / "config.toml").exists():
-        yield f"run_dir {config.run_dir!r} already holds a run; it can only be resumed"
-    elif not _writable(Path(config.run_dir)):
-        yield f"run_dir {config.run_dir!r} cannot be written"
     for rehearsal in report.rehearsals:
         for warning in _rehearsal_warnings(rehearsal, config, budget):
             yield f"{rehearsal.env_id}: {warning}"
@@ -193,12 +234,9 @@ def _warnings(report: DryRunReport, budget: int) -> Iterator[str]:
 def _rehearsal_warnings(rehearsal: Rehearsal, config: RunConfig, budget: int) -> Iterator[str]:
     trajectory, rules = rehearsal.trajectory, config.rollout
     if trajectory.error is not None:
-        yield f"the episode failed at turn {trajectory.error.turn}: {trajectory.error.message}"
         return
     for name, reason in trajectory.reward_failures.items():
         yield f"reward {name!r} could not score the episode: {reason}"
-    if trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
-        yield f"the first prompt does not fit in {budget} tokens"
     if trajectory.stop_reason is StopReason.MAX_TURNS:
         yield f"the episode did not end within rollout.max_turns = {rules.max_turns}"
     if trajectory.stop_reason is StopReason.TOKEN_BUDGET:
@@ -208,8 +246,6 @@ def _rehearsal_warnings(rehearsal: Rehearsal, config: RunConfig, budget: int) ->
             f"an answer of the {rehearsal.actor} has {rehearsal.longest_answer} tokens, "
             f"more than rollout.max_new_tokens = {rules.max_new_tokens}"
         )
-    if config.warmup is not None and rehearsal.actor != "expert":
-        yield "[warmup] needs an expert_action() and this env has none"
 
 
 def _writable(path: Path) -> bool:
@@ -237,6 +273,7 @@ def render(report: DryRunReport) -> str:
             f"held-out episodes of each env: {config.eval.episodes}",
         ),
         ("warnings", "\n".join(report.warnings) or "none"),
+        ("failures", "\n".join(report.failures) or "none"),
     ]
     return "\n\n".join(f"== {title}\n{printable(body)}" for title, body in sections)
 

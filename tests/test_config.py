@@ -1,10 +1,14 @@
 import tomllib
+from dataclasses import replace
 
 import pytest
+from algorithm_cases import group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_gym.config import RunConfig, dump_config, load_config, parse_config
+from relax_gym.algorithm import Algorithm
+from relax_gym.config import RunConfig, dump_config, load_algorithms, load_config, parse_config
+from relax_gym.credit import assign_credit
 from relax_gym.errors import ConfigError
 
 MINIMAL = """
@@ -104,6 +108,14 @@ def test_dump_then_load_is_the_identity(seed: int, temperature: float, stop: lis
             "algorithm.kl_estimator = 'k1': k1 is no loss: its gradient does not depend on the reference model",
         ),
         ({"algorithm": {"name": "grpo", "aggregation": "seq-mean-token-sum-norm"}}, "go together"),
+        (
+            {"algorithm": {"name": "grpo", "correction": "tiss"}},
+            "algorithm.correction = 'tiss': Input should be 'none', 'tis' or 'icepop'; did you mean 'tis'?",
+        ),
+        (
+            {"chat": {"tool_role": "usr"}},
+            "chat.tool_role = 'usr': Input should be 'tool' or 'user'; did you mean 'user'?",
+        ),
         ({"sampler": {"name": "lokal"}}, "unknown sampler 'lokal'; did you mean 'local'?"),
         ({"sampler": {"name": "local", "max_slot": 3}}, "did you mean 'max_slots'?"),
         (
@@ -160,3 +172,26 @@ def test_every_fault_is_reported_at_once(tmp_path) -> None:
     lines = str(caught.value).split("\n")
     assert len(lines) == 2
     assert all(line.startswith(str(tmp_path / "run.toml")) for line in lines)
+
+
+def mixture(own: dict[str, object]) -> tuple[Algorithm, ...]:
+    envs = [{"id": "relax_gym/GuessNumber-v0"}, {"id": "relax_gym/GuessNumber-v0", "algorithm": own}]
+    return load_algorithms(parse(env=envs, algorithm={"name": "reinforce_pp", "clip_low": 0.2}))
+
+
+def test_envs_with_equal_algorithms_share_one() -> None:
+    common, own = mixture({"name": "reinforce_pp"})
+    assert common is own
+    common, own = mixture({"name": "reinforce_pp", "clip_low": 0.3})
+    assert (common is own, own.clip_low) == (False, 0.3)
+
+
+def test_giving_every_env_the_same_algorithm_by_itself_changes_nothing() -> None:
+    played = [group([1.0, 0.0], id="a"), group([5.0, 9.0], id="b")]
+    second = [replace(t, task=replace(t.task, mixture=1)) for t in played[1].trajectories]
+    played[1] = replace(played[1], trajectories=tuple(second))
+    apart = assign_credit(played, mixture({"name": "reinforce_pp"}))
+    together = assign_credit(played, mixture({"name": "reinforce_pp"})[:1] * 2)
+    values = [sample.advantages.tolist() for sample in apart]
+    assert values == [sample.advantages.tolist() for sample in together]
+    assert values[0][-1] < 0  # whitened with the higher rewards of the other env

@@ -1,0 +1,105 @@
+"""`--dry-run` ends with exit code 1 on whatever would keep the run from starting or an env from being learnt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import faulty_envs  # noqa: F401 (registers its envs)
+import pytest
+from command import run
+
+from relax_gym.build import build_renderer
+from relax_gym.config import ModelConfig, parse_config
+from relax_gym.models import resolve_model
+
+CONFIG = """\
+run_dir = "RUN"
+trackers = []
+[model]
+name = "tiny-qwen3"
+kwargs = { hidden_size = 16, num_layers = 1, num_heads = 2, num_kv_heads = 1 }
+[[env]]
+id = "relax_gym/GuessNumber-v0"
+[train]
+steps = 2
+groups_per_step = 2
+group_size = 2
+[eval]
+episodes = 3
+"""
+MODEL = ModelConfig(name="tiny-qwen3", kwargs={"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.replace("RUN", str(tmp_path / "run")))
+    return path
+
+
+def test_a_good_config_has_no_failure(capsys, config: Path) -> None:
+    code, out, _ = run(capsys, "train", config, "--dry-run")
+    assert (code, out.rstrip().endswith("== failures\nnone")) == (0, True)
+
+
+def test_a_failing_episode_is_a_failure(capsys, config: Path) -> None:
+    options = ("--set", "env.0.id=test/Faulty-v0", "--set", "env.0.kwargs={fault = 'step'}")
+    code, out, _ = run(capsys, "train", config, "--dry-run", *options)
+    assert code == 1
+    assert "== failures\ntest/Faulty-v0: the episode failed at turn 1: KeyError: 'lost item'\n" in out
+
+
+def test_a_run_dir_that_is_used_or_cannot_be_written_is_a_failure(capsys, config: Path) -> None:
+    folder = config.parent / "run"
+    code, out, _ = run(capsys, "train", config, "--dry-run", "--resume")
+    assert (code, f"== failures\nrun_dir {str(folder)!r} holds no run to resume\n" in out) == (1, True)
+    folder.mkdir()
+    (folder / "config.toml").write_text("")
+    code, out, _ = run(capsys, "train", config, "--dry-run")
+    assert (code, f"== failures\nrun_dir {str(folder)!r} already holds a run" in out) == (1, True)
+    assert run(capsys, "train", config, "--dry-run", "--resume")[0] == 0
+    code, out, _ = run(capsys, "train", config, "--dry-run", "--set", f"run_dir={config}/run")
+    assert (code, f"== failures\nrun_dir '{config}/run' cannot be written\n" in out) == (1, True)
+
+
+def test_bad_values_are_refused_as_the_run_refuses_them(capsys, config: Path) -> None:
+    code, _, err = run(capsys, "train", config, "--dry-run", "--set", "env.0.kwargs.high=-5")
+    assert (code, err.startswith("error: env.0.kwargs = {'high': -5}: env 'relax_gym/GuessNumber-v0' cannot")) == (
+        1,
+        True,
+    )
+
+
+def test_an_unsupported_architecture_is_one_message(capsys, config: Path) -> None:
+    folder = config.parent / "model"
+    shutil.copytree(resolve_model(MODEL), folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "model_type": "no_such_type"}))
+    config.write_text(config.read_text().replace(next(x for x in CONFIG.splitlines() if "kwargs" in x) + "\n", ""))
+    code, _, err = run(capsys, "train", config, "--dry-run", "--set", f"model.name={folder}")
+    assert code == 1
+    assert err.startswith(f"error: model folder {folder} cannot be built: ")
+    assert "no_such_type" in err
+
+
+def test_a_teacher_that_is_not_there_is_found_missing(capsys, config: Path) -> None:
+    options = ("--set", "algorithm={name = 'opd', teacher = './no/such/teacher'}")
+    code, _, err = run(capsys, "train", config, "--dry-run", *options)
+    assert code == 1
+    assert err.startswith("error: model folder no/such/teacher does not exist")
+
+
+def test_the_renderer_of_a_run_knows_the_models_own_stop_ids(config: Path) -> None:
+    folder = config.parent / "model"
+    shutil.copytree(resolve_model(MODEL), folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    parsed = parse_config(
+        {
+            "model": {"name": str(folder)},
+            "env": [{"id": "relax_gym/GuessNumber-v0"}],
+            "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    assert build_renderer(parsed, folder).stop_token_ids[-2:] == (7, 9)
