@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,16 +23,26 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
-COUNTED = ("episode/errors", "episode/unscored", "queue/dropped_")
+FAULTS = {
+    "episode/errors": "errors",
+    "episode/unscored": "unscored",
+    "episode/empty_completions": "empty",
+    "episode/new_segments": "new_segments",
+}
+FAULTY_ENDINGS = {"stop/prompt_too_long": "prompt_too_long", "stop/timeout": "timeouts"}
+"""Logged as shares of the episodes, shown as counts."""
 
 
 class Display:
     """Observes a run. Registered with the plugin manager for as long as it is entered."""
 
-    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._config = config
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._steps = Progress(total=config.train.steps)
+        self._clock = clock
+        self._steps = Progress(total=config.train.steps, clock=clock)
         self._warmup: tuple[int, float] | None = None
         self._rewards: list[float] = []
         self._evaluation: str | None = None
@@ -53,7 +64,7 @@ class Display:
     @hookimpl
     def on_run_start(self, context: RunContext) -> None:
         """Show what is about to run."""
-        self._steps = Progress(total=context.config.train.steps, first=context.start_step)
+        self._steps = Progress(total=context.config.train.steps, first=context.start_step, clock=self._clock)
         if self._console.is_terminal:
             self._live.start()
             return
@@ -65,6 +76,7 @@ class Display:
         """Ten lines for the whole warm-up."""
         total = self._config.warmup.steps if self._config.warmup else step
         self._warmup = (step, metrics["loss"])
+        self._steps.start()
         if step == total or step % max(1, total // 10) == 0:
             self._say(f"warm-up {step:>{len(str(total))}}/{total}  loss {metrics['loss']:.4f}")
 
@@ -77,18 +89,20 @@ class Display:
     def on_evaluation(self, step: int, metrics: Metrics) -> None:
         """One line with the held-out reward."""
         self._evaluation = evaluation_text(metrics)
+        self._counts["evaluation errors"] += metrics.get("eval/errors", 0.0)
+        if step == 0:
+            self._steps.start()
         self._say(f"eval after step {step}  {self._evaluation}")
 
     @hookimpl
     def on_step_end(self, step: int, metrics: Metrics) -> None:
         """One line with what matters of a step."""
         self._warmup, self._episodes, self._metrics = None, 0, metrics
-        self._steps.advance(step, metrics.get("time/step", 0.0))
+        self._steps.advance(step)
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        for name, value in metrics.items():
-            if name.startswith(COUNTED):
-                self._counts[name.partition("/")[2]] += value
+        for name, count in faults(metrics).items():
+            self._counts[name] += count
         self._say(step_text(self._steps, metrics))
 
     @hookimpl
@@ -148,17 +162,26 @@ PANEL = (
 
 
 class Progress:
-    """How far the run is and how long the rest will take, by the mean time of this session's steps."""
+    """How far the run is and how long the rest will take, by the mean time of this session's steps.
 
-    def __init__(self, *, total: int, first: int = 0) -> None:
+    Evaluations and checkpoints between the steps count; what came before the first step (warm-up) does not.
+    """
+
+    def __init__(self, *, total: int, first: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self.step = total, first
         self._first = first
+        self._clock = clock
         self._seconds = 0.0
+        self.start()
 
-    def advance(self, step: int, seconds: float) -> None:
-        """Step `step` is done and took this long."""
+    def start(self) -> None:
+        """The first step starts now."""
+        self._started = self._clock()
+
+    def advance(self, step: int) -> None:
+        """Step `step` is done."""
         self.step = step
-        self._seconds += seconds
+        self._seconds = self._clock() - self._started
 
     @property
     def eta(self) -> float | None:
@@ -182,18 +205,27 @@ def step_text(progress: Progress, metrics: Mapping[str, float]) -> str:
     ):
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
-    parts += [
-        f"{name.partition('/')[2]} {value:g}" for name, value in metrics.items() if name.startswith(COUNTED) and value
-    ]
+    parts += [f"{name} {count:g}" for name, count in faults(metrics).items()]
     if "time/step" in metrics:
         parts.append(f"{metrics['time/step']:.1f}s")
     return "  ".join(filter(None, [*parts, progress.eta_text()]))
 
 
+def faults(metrics: Mapping[str, float]) -> dict[str, float]:
+    """How many of each kind a step had; only those there were."""
+    counts = {label: metrics.get(name, 0) for name, label in FAULTS.items()}
+    episodes = metrics.get("episode/count", 0)
+    counts |= {label: round(metrics.get(name, 0) * episodes) for name, label in FAULTY_ENDINGS.items()}
+    counts |= {name.partition("/")[2]: n for name, n in metrics.items() if name.startswith("queue/dropped_")}
+    return {label: count for label, count in counts.items() if count}
+
+
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """`reward 0.412  accuracy 0.500`."""
+    """`reward 0.412  accuracy 0.500  errors 2`."""
     shown = (("reward", "eval/reward"), ("accuracy", "eval/accuracy"))
-    return "  ".join(f"{label} {metrics[name]:.3f}" for label, name in shown if name in metrics) or "unscored"
+    parts = [f"{label} {metrics[name]:.3f}" for label, name in shown if name in metrics] or ["unscored"]
+    errors = metrics.get("eval/errors", 0)
+    return "  ".join([*parts, f"errors {errors:g}"] if errors else parts)
 
 
 def sparkline(values: Sequence[float]) -> str:

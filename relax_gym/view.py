@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from relax_gym.errors import RunFolderError
+from relax_gym.errors import RelaxGymError, RunFolderError
 from relax_gym.run_folder import list_checkpoints, read_lines
 from relax_gym.types import Message
 
@@ -88,17 +89,17 @@ def _matches(record: Record, wanted: Wanted) -> bool:
 
 
 def run_tokenizer(run: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the newest checkpoint, else of the config's model; None when neither can be loaded here."""
-    from relax_gym.config import load_config
-    from relax_gym.errors import ModelError
+    """The tokenizer of the newest checkpoint, else of the config's model; None when it cannot be loaded here."""
+    from relax_gym.config import ModelConfig, validate
     from relax_gym.models import load_tokenizer, resolve_model
 
     checkpoints = list_checkpoints(run)
     try:
-        if checkpoints:
-            return load_tokenizer(checkpoints[-1][1])
-        return load_tokenizer(resolve_model(load_config(run / "config.toml").model))
-    except ModelError:
+        section = tomllib.loads((run / "config.toml").read_text(encoding="utf-8")).get("model", {})
+        model = validate(ModelConfig, section, source=str(run / "config.toml"), prefix="model")
+        folder = checkpoints[-1][1] if checkpoints else resolve_model(model)
+        return load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+    except (RelaxGymError, tomllib.TOMLDecodeError):
         return None  # the run may come from another machine; its text can still be shown
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from relax_gym.config import RunConfig, parse_config
 from relax_gym.context import RunContext
-from relax_gym.display import Display, Progress, duration, evaluation_text, sparkline, step_text
+from relax_gym.display import Display, Progress, duration, evaluation_text, faults, sparkline, step_text
 from relax_gym.plugins import plugins
 from relax_gym.types import StopReason, Task, Trajectory
 
@@ -47,6 +47,15 @@ EPISODE = Trajectory(
 )
 
 
+class Clock:
+    """Goes on when it is told to."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def context(start_step: int = 0) -> RunContext:
     return RunContext(
         config=config(),
@@ -73,13 +82,19 @@ def printed(console: Console) -> str:
 
 def test_plain_lines_of_a_run() -> None:
     out = console(terminal=False)
-    with Display(config(), out):
+    clock = Clock()
+    with Display(config(), out, clock):
         hook = plugins().hook
         hook.on_run_start(context=context())
         for step in range(1, 31):
+            clock.now += 10.0
             hook.on_warmup_step(step=step, metrics={"loss": 2.0 - step / 30})
+        clock.now += 10.0
         hook.on_evaluation(step=0, metrics={"eval/reward": 0.37, "eval/accuracy": 0.4})
+        clock.now += 8.0
         hook.on_step_end(step=1, metrics=STEP)
+        clock.now += 12.0  # the step and an evaluation
+        hook.on_evaluation(step=2, metrics={"eval/reward": 0.5, "eval/errors": 2})
         hook.on_step_end(
             step=2, metrics={**STEP, "episode/errors": 3, "queue/dropped_zero_variance": 2, "time/step": 4.0}
         )
@@ -90,7 +105,8 @@ def test_plain_lines_of_a_run() -> None:
         *(f"warm-up {step:>2}/30  loss {2.0 - step / 30:.4f}" for step in range(3, 31, 3)),
         "eval after step 0  reward 0.370  accuracy 0.400",
         "step  1/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  8.0s  eta 88s",
-        "step  2/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  errors 3  dropped_zero_variance 2  4.0s  eta 60s",
+        "eval after step 2  reward 0.500  errors 2",
+        "step  2/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  errors 3  dropped_zero_variance 2  4.0s  eta 100s",
         "checkpoint runs/x/checkpoints/step-000002",
         "run folder: runs/x",
         "look at episodes: relax-gym view runs/x",
@@ -100,12 +116,14 @@ def test_plain_lines_of_a_run() -> None:
 
 def test_live_panel_on_a_terminal() -> None:
     out = console(terminal=True)
-    with Display(config(), out):
+    clock = Clock()
+    with Display(config(), out, clock):
         hook = plugins().hook
         hook.on_run_start(context=context())
         hook.on_step_end(step=1, metrics=STEP)
+        clock.now += 16.0
         hook.on_step_end(step=2, metrics={**STEP, "reward/mean": 0.5, "episode/errors": 3})
-        hook.on_evaluation(step=2, metrics={"eval/reward": 0.7})
+        hook.on_evaluation(step=2, metrics={"eval/reward": 0.7, "eval/errors": 1})
         hook.on_episode_end(step=3, trajectory=EPISODE, evaluation=False)
         hook.on_episode_end(step=3, trajectory=EPISODE, evaluation=True)
         hook.on_run_end(context=context())
@@ -114,12 +132,12 @@ def test_live_panel_on_a_terminal() -> None:
         "2/12   eta 80s",
         "1 of 8 for the next step",
         "0.500   ▁█",
-        "reward 0.700",
+        "reward 0.700  errors 1",
         "0.0123   gradient norm 1.5",
         "310 trained tokens/s   8.0 s a step",
         "mean 0.25   max 1",
         "2 in flight   1 waiting",
-        "errors 3",
+        "errors 3, evaluation errors 1",
         "look at episodes: relax-gym view runs/x",
     ):
         assert expected in text
@@ -144,16 +162,42 @@ def test_a_failed_run_leaves_the_terminal_and_the_plugins_alone() -> None:
 
 
 def test_eta_counts_only_the_steps_of_this_session() -> None:
-    progress = Progress(total=10, first=6)
+    clock = Clock()
+    progress = Progress(total=10, first=6, clock=clock)
     assert progress.eta is None
-    progress.advance(7, 2.0)
-    progress.advance(8, 4.0)
+    clock.now += 2.0
+    progress.advance(7)
+    clock.now += 4.0
+    progress.advance(8)
     assert progress.eta == 6.0
 
 
+def test_every_kind_of_fault_is_counted() -> None:
+    metrics = {
+        "episode/count": 8.0,
+        "episode/errors": 1,
+        "episode/unscored": 0,
+        "episode/empty_completions": 2,
+        "episode/new_segments": 3,
+        "stop/prompt_too_long": 0.5,
+        "stop/timeout": 0.125,
+        "stop/env_done": 0.25,
+        "queue/dropped_zero_variance": 4,
+        "queue/dropped_unscored": 0,
+    }
+    assert faults(metrics) == {
+        "errors": 1,
+        "empty": 2,
+        "new_segments": 3,
+        "prompt_too_long": 4,
+        "timeouts": 1,
+        "dropped_zero_variance": 4,
+    }
+
+
 def test_a_step_without_reward_shows_what_there_is() -> None:
-    progress = Progress(total=5)
-    progress.advance(1, 0.0)
+    progress = Progress(total=5, clock=Clock())
+    progress.advance(1)
     assert step_text(progress, {"episode/unscored": 4.0}) == "step 1/5  unscored 4  eta 0s"
 
 
@@ -162,7 +206,7 @@ def test_a_step_without_reward_shows_what_there_is() -> None:
     [
         ({"eval/reward": 0.5}, "reward 0.500"),
         ({"eval/reward": 1.0, "eval/accuracy": 0.25}, "reward 1.000  accuracy 0.250"),
-        ({"eval/errors": 3.0}, "unscored"),
+        ({"eval/errors": 3.0}, "unscored  errors 3"),
     ],
 )
 def test_evaluation_text(metrics: dict[str, float], text: str) -> None:

@@ -15,7 +15,7 @@ from relax_gym.cli import main
 from relax_gym.errors import RunFolderError
 from relax_gym.testing import tiny_tokenizer
 from relax_gym.tiny_models import char_tokenizer
-from relax_gym.view import Wanted, message_text, pieces, printable, read_episodes, render_episode
+from relax_gym.view import Wanted, message_text, pieces, printable, read_episodes, render_episode, run_tokenizer
 
 TINY = tiny_tokenizer(["<|image_pad|>"])
 NAUGHTY = "[bold red]x[/] \x1b[2J\x07 \u202egnp"
@@ -100,6 +100,40 @@ def test_nothing_matches(run: Path) -> None:
 def test_no_run_there(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"is not a run folder: it has no config\.toml"):
         read_episodes(tmp_path, Wanted())
+
+
+def test_the_tokenizer_needs_no_plugin_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[model]\nname = "gone"\n[[env]]\nid = "uninstalled/Env-v0"\n')
+    TINY.save_pretrained(tmp_path / "checkpoints" / "step-000001")
+    tokenizer = run_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.decode(TINY.encode("ab", add_special_tokens=False)) == "ab"
+
+
+CODE = """
+from transformers import PreTrainedTokenizerFast
+class OwnTokenizer(PreTrainedTokenizerFast):
+    own = True
+"""
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_the_tokenizer_runs_its_own_code_only_if_the_config_trusts_it(tmp_path: Path, trusted: bool) -> None:
+    (tmp_path / "config.toml").write_text(f'[model]\nname = "gone"\ntrust_remote_code = {str(trusted).lower()}\n')
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    TINY.save_pretrained(checkpoint)
+    settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+    (checkpoint / "own.py").write_text(CODE)
+    assert getattr(run_tokenizer(tmp_path), "own", False) is trusted
+
+
+@pytest.mark.parametrize("config", ["", "[model", '[model]\nname = "tiny-qwen3"\nkwargs = {nonsense = 1}\n'])
+def test_a_run_without_tokenizer_can_be_viewed_all_the_same(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.toml").write_text(config)
+    (tmp_path / "checkpoints" / "step-foo").mkdir(parents=True)
+    assert run_tokenizer(tmp_path) is None
 
 
 def test_context_is_dim_and_what_was_sampled_is_coloured_by_its_log_prob() -> None:
