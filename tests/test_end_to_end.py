@@ -141,5 +141,9 @@ def test_interrupting_a_run_ends_it_and_keeps_what_was_finished(tmp_path: Path) 
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "--resume" in err
-    assert len(read_lines(metrics)) >= 3
+    steps = [line["step"] for line in read_lines(metrics)]
+    assert steps[:3] == [0, 1, 2]
+    trained = {e["step"] for e in read_lines(tmp_path / "run" / "episodes.jsonl") if e["kind"] == "train"}
+    assert trained >= set(steps[1:])
+    assert (tmp_path / "run" / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["seed"] == 0
