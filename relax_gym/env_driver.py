@@ -125,6 +125,11 @@ class EnvDriver:
         except WorkerTimeout as error:
             late = TimeoutError(f"{what} took longer than rollout.step_timeout = {self._timeout:g} s")
             raise EnvFailure(late, timed_out=True) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise EnvFailure(error) from error  # the env's own: nobody has cancelled the episode
         except (Exception, SystemExit) as error:
             raise EnvFailure(error) from error
         finally:

@@ -82,15 +82,7 @@ async def rollout(
         stop = StopReason.TIMEOUT
     except (EnvFailure, TemplateError) as raised:
         stop = StopReason.TIMEOUT if isinstance(raised, EnvFailure) and raised.timed_out else StopReason.ERROR
-        error = EpisodeError(
-            env_id=task.env_id,
-            seed=task.seed,
-            turn=len(episode.turns),
-            message=str(raised),
-            traceback="".join(traceback.format_exception(raised.__cause__ or raised)),
-        )
-        where = (error.env_id, error.seed, error.turn)
-        log.warning("env %s, seed %d, turn %d: %s\n%s", *where, error.message, error.traceback)
+        error = episode.report(raised)
     finally:
         await episode.driver.close()
     return Trajectory(
@@ -124,6 +116,21 @@ class _Episode:
         self._params = params
         self._limits = limits
         self._turnstile = turnstile
+
+    def report(self, raised: EnvFailure | TemplateError) -> EpisodeError:
+        """Say in the log what went wrong, and where."""
+        task, cause = self.driver.task, raised.__cause__ or raised
+        error = EpisodeError(
+            env_id=task.env_id,
+            seed=task.seed,
+            turn=len(self.turns),
+            message=str(raised),
+            traceback="".join(traceback.format_exception(cause)),
+        )
+        log.warning(
+            "env %s, seed %d, turn %d: %s\n%s", error.env_id, error.seed, error.turn, error.message, error.traceback
+        )
+        return error
 
     async def play(self) -> StopReason:
         await self._turnstile.enter()

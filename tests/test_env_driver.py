@@ -103,7 +103,7 @@ class Odd(Recording):
         return 3
 
     async def random_action(self) -> str:
-        raise SystemExit(4)
+        raise asyncio.CancelledError if self.hang == "cancel" else SystemExit(4)
 
 
 if "test/Recording-v0" not in relax_gym.list():
@@ -256,4 +256,10 @@ def test_faults_of_helpers_are_the_envs() -> None:
         with pytest.raises(EnvFailure, match="KeyError: 'no tools today'"):
             driver.tools()
 
+    async def cancel(driver: EnvDriver) -> None:
+        await driver.reset()
+        with pytest.raises(EnvFailure, match="CancelledError"):
+            await driver.act("random_action")
+
     drive(ask, "Odd")
+    drive(cancel, "Odd", hang="cancel")

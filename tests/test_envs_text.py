@@ -173,9 +173,10 @@ def test_wrong_arguments_say_what_is_allowed(id: str, kwargs: dict[str, Any], me
     assert str(error.value) == message
 
 
-def test_the_example_in_the_docs_runs() -> None:
+def test_the_examples_in_the_docs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parent.parent / "docs" / "environments.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     exec(compile(code, "environments.md", "exec"), {"__name__": "example"})
     env = relax_gym.make("me/Parrot-v0", words=2)
     observation, _ = env.reset(seed=0)
@@ -184,6 +185,10 @@ def test_the_example_in_the_docs_runs() -> None:
     assert env.step(word) == ([{"role": "user", "content": f"Say: {env.word}"}], 0.5, False, False, {})
     assert env.step(env.expert_action()) == ([], 0.5, True, False, {"correct": True})
     check_env(gymnasium.make("me/Parrot-v0", disable_env_checker=True).unwrapped, skip_render_check=True)
+    short = relax_gym.make("me/ShortParrot-v0", words=3)
+    short.reset(seed=0)
+    assert [short.step(short.expert_action())[2:4] for _ in range(2)] == [(False, False), (False, True)]
+    assert len((tmp_path / "parrot-episodes" / "episodes.jsonl").read_text().splitlines()) == 1
 
 
 def test_the_docs_list_every_env_of_this_file() -> None:
