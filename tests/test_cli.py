@@ -269,6 +269,16 @@ def test_interrupted_run_says_how_to_go_on(capsys, config: Path) -> None:
     assert f"interrupted; continue with: relax-gym train {config} --set seed=5 --resume\n" in err
 
 
+def test_a_run_interrupted_before_it_began_has_nothing_to_resume(capsys, config: Path, monkeypatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(plugins().tables["reward"]._values, "env", interrupted)
+    code, _, err = run(capsys, "train", config)
+    assert code == 130
+    assert err.endswith(f"interrupted; start again with: relax-gym train {config}\n")
+
+
 def test_dry_run_shows_everything_and_writes_nothing(capsys, config: Path) -> None:
     code, out, _ = run(capsys, "train", config, "--dry-run", "--set", "rollout.max_turns=1", "--set", "eval.episodes=0")
     assert code == 0

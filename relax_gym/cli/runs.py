@@ -49,8 +49,9 @@ def train(
             start(run, resume=resume)
     except KeyboardInterrupt:
         changes = [part for item in set_ or () for part in ("--set", item)]
-        again = shlex.join(["relax-gym", "train", str(config), *changes, "--resume"])
-        print(f"interrupted; continue with: {again}", file=sys.stderr)
+        begun = (Path(run.run_dir) / "config.toml").exists()
+        again = shlex.join(["relax-gym", "train", str(config), *changes, *(["--resume"] if begun else [])])
+        print(f"interrupted; {'continue' if begun else 'start again'} with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
