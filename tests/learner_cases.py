@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from relax_gym.config import RunConfig
@@ -156,3 +158,20 @@ def gradient(trainer, batch, *, old=None, reference=None, budget=10_000, share=T
 
 def without_seconds(metrics):
     return {name: value for name, value in metrics.items() if name != "seconds"}
+
+
+class Largest(TorchDispatchMode):
+    """Notes how large a tensor any operation makes, in elements, and how many of them there are at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = self.held = 0
+        self._alive = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
+        self.elements = max([self.elements, *(tensor.numel() for tensor in made)])
+        self._alive.update(dict.fromkeys(made))
+        self.held = max(self.held, len(self._alive))
+        return out

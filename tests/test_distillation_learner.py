@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 import torch
 from algorithm_cases import build
-from learner_cases import context, flat, learner, qwen3, random_batch, sample, save_model, weights, without_seconds
-from torch.utils._python_dispatch import TorchDispatchMode
+from learner_cases import (
+    Largest,
+    context,
+    flat,
+    learner,
+    qwen3,
+    random_batch,
+    sample,
+    save_model,
+    weights,
+    without_seconds,
+)
 from transformers import GPT2Config
 
 from relax_gym.errors import ConfigError, ModelError, TrainingError
@@ -241,19 +251,6 @@ def test_closing_frees_the_teachers(models):
     trainer.close()
     trainer.close()
     assert teacher.policy.device.type == "meta"
-
-
-class Largest(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
 
 
 @pytest.mark.parametrize("top_k", [0, 4])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from relax_gym_trainers.functional import select_with_tail
-from relax_gym_trainers.torch_learner.logprobs import Head, Policy, blocks, cut, linear, slices
+from relax_gym_trainers.torch_learner.logprobs import Head, Policy, add_product, blocks, cut, fill, linear, slices
 
 Form = Callable[[Tensor, Tensor], Tensor]
 """Log-probs of policy and teacher, [n, V] each → divergence [n]."""
@@ -104,12 +104,14 @@ class _HeadDivergence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.head, ctx.dtype, ctx.chunk, ctx.target = head, dtype, chunk, target
         weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
-        pieces = []
+        exact = torch.promote_types(dtype, torch.float32)
+        value, sampled = found = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(2)]
         for rows in slices(len(hidden), chunk):
+            raw = given = None  # lets go of one chunk's logits before the next one's are there
             raw, given = linear(hidden_[rows], weight_, bias), target.rows(rows)
             for part in blocks(raw):
-                pieces.append(target.compare(head.logits(raw[part])[0].log_softmax(-1), *cut(given, part)))
-        value, sampled = (torch.cat(values) for values in zip(*pieces, strict=True))
+                logprobs = head.logits(raw[part])[0].log_softmax(-1)
+                fill(cut(found, rows), part, target.compare(logprobs, *cut(given, part)))
         ctx.save_for_backward(hidden, weight, bias)
         ctx.mark_non_differentiable(sampled)
         return value, sampled
@@ -122,17 +124,25 @@ class _HeadDivergence(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for rows in slices(len(hidden), ctx.chunk):
+            raw = given = None
             raw, given = linear(hidden_[rows], weight_, bias), ctx.target.rows(rows)
-            for part in blocks(raw):
-                logits, slope = ctx.head.logits(raw[part])
-                grad = _grad_logits(ctx.target, logits, cut(given, part), grads[0][rows][part]).mul_(slope)
-                raw[part] = grad
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0).to(grad_bias.dtype)
+            _differentiate(raw, ctx.head, ctx.target, given, grads[0][rows], grad_bias)
             grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight += raw.T @ hidden_[rows]
+                add_product(grad_weight, raw.T, hidden_[rows])
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _differentiate(
+    raw: Tensor, head: Head, target: Target, given: list[Tensor], grads: Tensor, grad_bias: Tensor | None
+) -> None:
+    """Put the gradient of W h + b, [n, V], in its place, and add that of b to `grad_bias`."""
+    for part in blocks(raw):
+        logits, slope = head.logits(raw[part])
+        grad = _grad_logits(target, logits, cut(given, part), grads[part]).mul_(slope)
+        raw[part] = grad
+        if grad_bias is not None:
+            grad_bias += grad.sum(0).to(grad_bias.dtype)
 
 
 def _grad_logits(target: Target, logits: Tensor, given: list[Tensor], grad: Tensor) -> Tensor:

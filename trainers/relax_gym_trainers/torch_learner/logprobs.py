@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from relax_gym_trainers.torch_learner.replay import RouterReplay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger("relax_gym")
 
 PROBE_TOLERANCE = 1e-4
 """Largest relative difference of float32 logits that two ways to compute the same thing may have on the probe."""
@@ -122,13 +125,9 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _score(raw: Tensor, head: Head, targets: Tensor, scores: Sequence[Tensor]) -> None:
-    """Fill in what `_reduce` gives.
-
-    Small tensors kept from each block would sit where large ones have been freed, and none of that could be used again.
-    """
+    """Fill in what `_reduce` gives."""
     for part in blocks(raw):
-        for score, value in zip(scores, _reduce(head.logits(raw[part])[0], targets[part]), strict=True):
-            score[part] = value
+        fill(scores, part, _reduce(head.logits(raw[part])[0], targets[part]))
 
 
 def _differentiate(raw: Tensor, head: Head, values: Sequence[Any], grad_bias: Tensor | None) -> None:
@@ -153,6 +152,16 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def cut(values: Sequence[Any], rows: slice) -> list[Any]:
     """Those rows of each value that is not None."""
     return [None if value is None else value[rows] for value in values]
+
+
+def fill(columns: Sequence[Tensor], part: slice, values: Sequence[Tensor]) -> None:
+    """Write those rows of each column.
+
+    Small tensors kept from each block would sit where large ones have been freed, and none of that could be used again:
+    at 8,192 tokens and 150,000 entries of the vocabulary the heap grew to 9 GB.
+    """
+    for column, value in zip(columns, values, strict=True):
+        column[part] = value
 
 
 def slices(length: int, size: int) -> list[slice]:
@@ -216,9 +225,7 @@ class Policy:
         self.backbone: Any = model.base_model
         self._dropouts = [module for name, module in model.named_modules() if "lora_dropout" in name]
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
-        self.head = Head.of(model, temperature)
-        if self.head is not None and not self._head_agrees():
-            self.head = None
+        self.head = self._find_head()
         self.share_prefix = share_prefix and self._attends_freely() and self._branches_agree()
         self.replay = RouterReplay(model)
 
@@ -316,14 +323,27 @@ class Policy:
         known = config._attn_implementation in ("sdpa", "eager")
         return self.takes_positions and full and not chunked and known
 
+    def _find_head(self) -> Head | None:
+        """The model's head, or None and a warning where the logits are not known to be a function of `Head`'s kind."""
+        head = Head.of(self.model, self.temperature)
+        if head is not None and self._agrees(head):
+            return head
+        log.warning(
+            "%s has %s: all logits of a micro-batch exist at once, several times over, instead of those of %d tokens; "
+            "lower learner.micro_batch_tokens if memory runs out",
+            type(self.model).__name__,
+            "an output layer that is no plain torch.nn.Linear" if head is None else "logits that are not W h + b",
+            self.chunk,
+        )
+        return None
+
     @torch.no_grad()
-    def _head_agrees(self) -> bool:
+    def _agrees(self, head: Head) -> bool:
         """Whether hidden states through `head` are the model's own logits."""
-        assert self.head is not None
         inputs = self._inputs(np.arange(1, 9)[None] % self.model.config.get_text_config().vocab_size, None, None, False)
         expected = self.model(**inputs).logits.float() / self.temperature
-        hidden = self.backbone(**inputs).last_hidden_state.to(self.head.weight.dtype)
-        got, _ = self.head.logits(linear(hidden, self.head.weight, self.head.bias))
+        hidden = self.backbone(**inputs).last_hidden_state.to(head.weight.dtype)
+        got, _ = head.logits(linear(hidden, head.weight, head.bias))
         return got.shape == expected.shape and _close(got.float(), expected)
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from relax_gym.models import load_tokenizer
 from relax_gym.teacher import Teacher, TeacherScores
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner import model as models
-from relax_gym_trainers.torch_learner.logprobs import Policy, blocks, slices
+from relax_gym_trainers.torch_learner.logprobs import Policy, blocks, cut, fill, slices
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
 
 if TYPE_CHECKING:
@@ -60,14 +60,17 @@ class FrozenTeacher(Teacher):
         policy = self.policy
         features = self.features(batch)
         targets = torch.from_numpy(batch.targets).to(features.device)
-        pieces: list[tuple[Tensor, ...]] = []
+        count, exact = len(features), torch.promote_types(features.dtype, torch.float32)
+        values = features.new_empty(count, 1 + top_k, dtype=exact)
+        found = [values[:, 0], targets.new_empty(count, top_k), values[:, 1:]]
         for rows in slices(len(features), policy.chunk):
+            raw = None  # lets go of one chunk's logits before the next one's are there
             raw = policy.raw_logits(features[rows])
             for part in blocks(raw):
                 log_q = policy.logits(raw[part]).log_softmax(-1)
                 top, ids = log_q.topk(top_k)
-                pieces.append((log_q.gather(-1, targets[rows][part][:, None])[:, 0], ids, top))
-        return [torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True)]
+                fill(cut(found, rows), part, (log_q.gather(-1, targets[rows][part][:, None])[:, 0], ids, top))
+        return [column.cpu().numpy() for column in found]
 
     def close(self) -> None:
         """Drop the weights."""
