@@ -73,7 +73,7 @@ async def _probe(
         env = await driver.build()
         if config.warmup is not None:
             check_expert(env, config.warmup.expert_probability)
-        return EnvProbe(key=key, task=task, tools=env.tools)
+        return EnvProbe(key=key, task=task, tools=driver.tools())
     except EnvFailure as failure:
         cause = failure.__cause__
         why = str(failure) if failure.timed_out or cause is None else reason(cause)

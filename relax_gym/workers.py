@@ -136,9 +136,7 @@ class LimitedThread:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(WorkerTimeout):
-            self._waiting.run(self._worker.call(self._coroutines.close, timeout=1.0))
-        self._worker.stop()
+        self._leave(1.0)
         self._waiting.close()
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,9 +146,15 @@ class LimitedThread:
             return self._waiting.run(self._worker.call(job, timeout=self._seconds + 0.5))
         except WorkerTimeout as error:
             if self._busy:
-                self._worker.stop()
+                self._leave(0.0)
                 self._start()
             raise TimeoutError(f"{function.__name__} took longer than {self._seconds:g} s") from error
+
+    def _leave(self, seconds: float) -> None:
+        """The thread closes its loop and ends, once it can."""
+        with contextlib.suppress(WorkerTimeout):
+            self._waiting.run(self._worker.call(self._coroutines.close, timeout=seconds))
+        self._worker.stop()
 
     def _start(self) -> None:
         self._worker = Worker(self._name)

@@ -12,8 +12,9 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeS
 import relax_gym
 from relax_gym.actor import Actor
 from relax_gym.chat import ChatRenderer
-from relax_gym.config import RolloutConfig
+from relax_gym.config import RolloutConfig, parse_config
 from relax_gym.play import Episode, Player
+from relax_gym.preflight import probe_envs
 from relax_gym.scoring import WeightedReward
 from relax_gym.testing import ScriptedSampler, check_env, tiny_tokenizer
 from relax_gym.types import StopReason, Task, Trajectory
@@ -85,6 +86,9 @@ def test_a_wrapped_env_is_played_as_the_bare_one(id: str) -> None:
 def test_the_tools_of_a_wrapped_env_are_shown() -> None:
     prompt = TOKENIZER.decode(list(demonstrated("wrapped/Calculator-v0", {}).turns[0].context_ids))
     assert '"name": "calculate"' in prompt
+    env = {"id": "wrapped/Calculator-v0"}
+    config = parse_config({"run_dir": "r", "model": {"name": "m"}, "env": [env], "train": {"steps": 1}})
+    assert [tool["function"]["name"] for tool in probe_envs(config)[0].tools] == ["calculate"]
 
 
 def test_the_contract_checker_sees_through_gymnasiums_wrappers() -> None:

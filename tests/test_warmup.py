@@ -129,7 +129,7 @@ def test_experts_that_always_fail_or_are_missing_end_the_run(tmp_path: Path) -> 
 def test_dry_run_asks_async_experts_and_survives_failing_ones(tmp_path: Path, fault: str, error: str | None) -> None:
     loop = trainer(tmp_path, half_a, env=[{"id": "test/SometimesAsync-v0", "kwargs": {"fault": fault}}])
     task = loop._parts.tasks.task(0)
-    (seen,) = asyncio.run(_rehearse(loop._config, [task], ChatRenderer(TOKENIZER), 1000))
+    (seen,) = asyncio.run(_rehearse(loop._config, [task], ChatRenderer(TOKENIZER), loop._parts.rewards, 1000))
     assert seen.actor == "expert"
     assert (seen.trajectory.error and seen.trajectory.error.message) == error
     assert [turn.action for turn in seen.trajectory.turns] == ([] if error else ["a"])

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from relax_gym.workers import WorkerThreads, WorkerTimeout
+from relax_gym.workers import LimitedThread, WorkerThreads, WorkerTimeout
 
 
 def test_calls_run_off_the_loop_and_reuse_threads() -> None:
@@ -66,3 +66,28 @@ def test_waiting_for_a_thread_is_not_run_time() -> None:
         return await asyncio.gather(*(threads.call(lambda i=i: pause.wait(0.1) or i, timeout=0.5) for i in range(8)))
 
     assert asyncio.run(main()) == list(range(8))
+
+
+def test_a_limited_thread_outlives_functions_and_coroutines_that_hang() -> None:
+    release = threading.Event()
+
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    async def blocks() -> None:
+        release.wait(20)
+
+    async def here() -> int:
+        return threading.get_ident()
+
+    with LimitedThread("t", 0.05) as thread:
+        first = thread.call(here)
+        assert thread.call(threading.get_ident) == first
+        with pytest.raises(TimeoutError, match=r"waits took longer than 0.05 s"):
+            thread.call(waits)
+        assert thread.call(here) == first  # it was cancelled, so the thread is free
+        for hang in (blocks, release.wait):
+            with pytest.raises(TimeoutError, match=rf"{hang.__name__} took longer than 0.05 s"):
+                thread.call(hang)
+            assert thread.call(here) != first
+        release.set()
