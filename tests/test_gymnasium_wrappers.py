@@ -86,8 +86,9 @@ def test_a_wrapped_env_is_played_as_the_bare_one(id: str) -> None:
 def test_the_tools_of_a_wrapped_env_are_shown() -> None:
     prompt = TOKENIZER.decode(list(demonstrated("wrapped/Calculator-v0", {}).turns[0].context_ids))
     assert '"name": "calculate"' in prompt
+    train = {"steps": 1, "groups_per_step": 1, "group_size": 2}
     env = {"id": "wrapped/Calculator-v0"}
-    config = parse_config({"run_dir": "r", "model": {"name": "m"}, "env": [env], "train": {"steps": 1}})
+    config = parse_config({"run_dir": "r", "model": {"name": "m"}, "env": [env], "train": train})
     assert [tool["function"]["name"] for tool in probe_envs(config)[0].tools] == ["calculate"]
 
 
