@@ -76,33 +76,34 @@ PROBLEM = {"a": 30, "b": 14, "sign": "-"}
 def test_calculator_chat_prompt() -> None:
     observation, _ = relax_gym.make("relax_gym/CalculatorChat-v0").reset(seed=1)
     assert observation == [
-        {"role": "user", "content": "Bob has 52 hats and loses 17. How many hats?"},
+        {"role": "system", "content": "Write calc(a + b), calc(a - b) or calc(a * b), then Answer: result."},
+        {"role": "user", "content": "Bob has 52 hats and loses 17. How many hats are left?"},
         {"role": "assistant", "content": "calc(52 - 17)"},
         {"role": "user", "content": "35"},
         {"role": "assistant", "content": "Answer: 35"},
-        {"role": "user", "content": "Ann has 29 coins and gets 84 more. How many coins?"},
+        {"role": "user", "content": "Ann has 29 coins and gets 84 more. How many coins in total?"},
     ]
     lengths = [len(relax_gym.make("relax_gym/CalculatorChat-v0", shots=n).reset(seed=1)[0]) for n in range(4)]
-    assert lengths == [1, 5, 9, 13]
+    assert lengths == [2, 6, 10, 14]
 
 
 @pytest.mark.parametrize(
-    ("call", "result", "answer", "reward", "correct"),
+    ("call", "result", "first", "answer", "second"),
     [
-        ("calc(30 - 14)", "16", "Answer: 16", 0.9, True),
-        (" calc(30-14) \n", "16", "Answer: 16\n", 0.9, True),
-        ("calc(30 - 14)", "16", "Answer: 17", 0.0, False),
-        ("calc(30 - 14)", "16", "16", 0.0, False),
-        ("calc(8 * 2)", "16", "Answer: 16", 0.9, True),
-        ("calc(14 - 30)", "-16", "Answer: -16", 0.1, False),
-        ("calc(05 + 11)", "0", "Answer: 0", 0.1, False),
-        ("calc(9999 * 9999)", "99980001", "Answer: 16", 0.0, False),
+        ("calc(30 - 14)", "16", 0.5, "Answer: 16", 0.5),
+        (" calc(30-14) \n", "16", 0.5, "Answer: 16\n", 0.5),
+        ("calc(30 - 14)", "16", 0.5, "Answer: 17", 0.0),
+        ("calc(30 - 14)", "16", 0.5, "16", 0.0),
+        ("calc(8 * 2)", "16", 0.5, "Answer: 16", 0.5),
+        ("calc(14 - 30)", "-16", 0.05, "Answer: -16", 0.0),
+        ("calc(05 + 11)", "0", 0.05, "Answer: 0", 0.0),
+        ("calc(9999 * 9999)", "99980001", 0.05, "Answer: 16", 0.0),
     ],
 )
-def test_calculator_chat_rewards(call: str, result: str, answer: str, reward: float, correct: bool) -> None:
+def test_calculator_chat_rewards(call: str, result: str, first: float, answer: str, second: float) -> None:
     env = start("CalculatorChat", state=PROBLEM)
-    assert env.step(call) == ([{"role": "user", "content": result}], 0.1, False, False, {})
-    assert env.step(answer) == ([], reward, True, False, {"correct": correct})
+    assert env.step(call) == ([{"role": "user", "content": result}], first, False, False, {})
+    assert env.step(answer) == ([], second, True, False, {"correct": second == 0.5})
 
 
 @pytest.mark.parametrize("call", ["16", "Calc(30 - 14)", "calc(30 / 14)", "calc(10000 - 14)", "calc(a - b)"])

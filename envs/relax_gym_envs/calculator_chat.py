@@ -12,10 +12,11 @@ from relax_gym_envs._text import check_range
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 QUESTIONS = {
-    "+": "{name} has {a} {things} and gets {b} more. How many {things}?",
-    "-": "{name} has {a} {things} and loses {b}. How many {things}?",
-    "*": "{name} has {a} boxes of {b} {things}. How many {things}?",
+    "+": "{name} has {a} {things} and gets {b} more. How many {things} in total?",
+    "-": "{name} has {a} {things} and loses {b}. How many {things} are left?",
+    "*": "{name} has {a} boxes with {b} {things} each. How many {things} in all boxes?",
 }
+RULES = "Write calc(a + b), calc(a - b) or calc(a * b), then Answer: result."
 EXAMPLES = ((30, "+", 14), (52, "-", 17), (12, "*", 11))
 
 
@@ -26,8 +27,8 @@ class CalculatorChat(Env):
         low, high: bounds of the numbers in the problem, both included, at least 0.
         shots: worked examples before the question, 0 to 3, each four chat messages, drawn at random.
 
-    A well-formed call gives 0.1 (anything else ends the episode with 0). Copying the result then gives 0.9 if the call
-    was the right one and 0.1 if it was not. `info["correct"]` of the last step says whether the answer is right.
+    A well-formed call gives 0.05, the right one 0.5, anything else ends the episode with 0. The right answer then gives
+    another 0.5. `info["correct"]` of the last step says whether the answer is right.
     """
 
     def __init__(self, low: int = 12, high: int = 99, shots: int = 1) -> None:
@@ -52,21 +53,22 @@ class CalculatorChat(Env):
         question = QUESTIONS[self.sign].format(name=name, a=self.a, b=self.b, things=things)
         # Drawn, not fixed: a model that copies the operator of the one example it always sees explores no other.
         examples = self.rng.sample(EXAMPLES, self.shots)
-        return [message for example in examples for message in _worked(*example)] + user(question), {}
+        worked = [message for example in examples for message in _worked(*example)]
+        return [{"role": "system", "content": RULES}, *worked, *user(question)], {}
 
     def step(self, action: str) -> StepResult:
         """First the call, then the answer."""
         text, truth = action.strip(), OPERATORS[self.sign](self.a, self.b)
         if self.result is not None:
-            right, copied = self.result == truth, text == f"Answer: {self.result}"
-            return StepResult([], (0.9 if right else 0.1) * copied, True, False, {"correct": right and copied})
+            correct = text == f"Answer: {self.result}" and self.result == truth
+            return StepResult([], 0.5 * correct, True, False, {"correct": correct})
         call = re.fullmatch(self.pattern, text)
         if not call:
             return StepResult([], 0.0, True, False, {"correct": False})
         a, sign, b = call.groups()
         # Numbers with a leading zero are no numbers to this calculator: it shows 0.
         self.result = 0 if "0" in (a[0], b[0]) else OPERATORS[sign](int(a), int(b))
-        return StepResult(user(str(self.result)), 0.1, False, False, {})
+        return StepResult(user(str(self.result)), 0.5 if self.result == truth else 0.05, False, False, {})
 
     def expert_action(self) -> str:
         """The right call, then its result."""
