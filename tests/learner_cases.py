@@ -161,11 +161,11 @@ def without_seconds(metrics):
 
 
 class Largest(TorchDispatchMode):
-    """Notes how large a tensor any operation makes, in elements, and how many of them there are at a time."""
+    """Notes how large a tensor any operation makes, in elements, and how many tensors and bytes there are at a time."""
 
     def __init__(self):
         super().__init__()
-        self.elements = self.held = 0
+        self.elements = self.held = self.bytes = 0
         self._alive = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -174,4 +174,6 @@ class Largest(TorchDispatchMode):
         self.elements = max([self.elements, *(tensor.numel() for tensor in made)])
         self._alive.update(dict.fromkeys(made))
         self.held = max(self.held, len(self._alive))
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in self._alive)}
+        self.bytes = max(self.bytes, sum(storages.values()))
         return out

@@ -75,6 +75,18 @@ def test_no_tensor_is_kept_from_each_block(policy, batch, way, monkeypatch):
     assert held[1] <= held[0] + 10 < held[0] + TOKENS / 2
 
 
+@pytest.mark.parametrize(("way", "chunks"), [("score", 1), ("distil", 2), ("teach", 1)])
+def test_the_logits_of_a_chunk_go_before_those_of_the_next_come(policy, batch, way, chunks, monkeypatch):
+    monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", VOCABULARY)
+    policy.model.requires_grad_(False)
+    features = policy.features(batch).requires_grad_()
+    policy.features = lambda batch: features
+    with Largest() as largest:
+        WAYS[way](policy, batch)
+    one, weight = CHUNK * VOCABULARY * 4, policy.head.weight.nbytes
+    assert chunks * one < largest.bytes - weight < (chunks + 0.5) * one
+
+
 class DoubledHead(torch.nn.Linear):
     def forward(self, hidden):
         return 2 * super().forward(hidden)
