@@ -3,6 +3,7 @@
 Both give the log-prob and the entropy of every token and a gradient for the hidden states and the head's weight. The
 naive way is hidden @ W.T, log_softmax in float32, gather, and autograd. The entropy is reported without a gradient, as
 without an entropy bonus, so that the naive way need not keep the probabilities; `bonus` rows have its gradient too.
+Times are in float32 and, where the CPU multiplies it in hardware, in bfloat16: what the learner's dtype "auto" takes.
 
     OMP_WAIT_POLICY=passive python benchmarks/logprob_memory.py --write
 
@@ -28,6 +29,7 @@ from machine import describe
 from torch import Tensor
 
 from relax_gym_trainers.torch_learner.logprobs import Head, _HeadLogProbs
+from relax_gym_trainers.torch_learner.model import choose_dtype
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 
 CHUNK = TorchLearnerOptions().logprob_chunk
@@ -165,7 +167,8 @@ def main() -> None:
     if arguments.peak:
         print(peak_bytes(arguments.peak[0], int(arguments.peak[1])))
         return
-    kinds = [(dtype, bonus) for dtype in (torch.float32, torch.bfloat16) for bonus in (False, True)]
+    dtypes = dict.fromkeys([torch.float32, choose_dtype("auto", torch.device("cpu"))])
+    kinds = [(dtype, bonus) for dtype in dtypes for bonus in (False, True)]
     result = {
         **describe(),
         "threads": arguments.threads,
