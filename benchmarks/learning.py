@@ -1,4 +1,4 @@
-"""Runs an example on several seeds as a user would, one process each, and records how its held-out reward rose.
+"""Runs an example on several seeds as a user would, one process each, and records how its held-out score rose.
 
     python benchmarks/learning.py quickstart --seeds 0 1 2 --write
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(example: str, seed: int, folder: Path) -> dict[str, Any]:
-    """One training: wall seconds of the whole command, peak memory in GB, held-out reward by step."""
+    """One training: wall seconds of the whole command, peak memory in GB, held-out reward and accuracy by step."""
     command = [sys.executable, "-m", "relax_gym", "train", f"examples/{example}.toml"]
     command += ["--set", f"seed={seed}", "--set", f"run_dir={folder}"]
     start = time.perf_counter()
@@ -40,14 +40,15 @@ def run(example: str, seed: int, folder: Path) -> dict[str, Any]:
         "wall_seconds": round(time.perf_counter() - start, 1),
         "peak_memory_gb": round(usage.ru_maxrss * 1024 / 1e9, 2),
         "held_out": {line["step"]: round(line["eval/reward"], 3) for line in lines if "eval/reward" in line},
+        "accuracy": {line["step"]: round(line["eval/accuracy"], 3) for line in lines if "eval/accuracy" in line},
         "sampled": [round(line["reward/mean"], 3) for line in lines if "reward/mean" in line],
     }
 
 
-def rise(one: dict[str, Any]) -> float:
-    """Held-out reward after training minus before."""
-    first, *_, last = one["held_out"].values()
-    return float(last - first)
+def rise(by_step: dict[int, float]) -> float:
+    """The score after training minus the one before."""
+    first, *_, last = by_step.values()
+    return last - first
 
 
 def draw(runs: list[dict[str, Any]], picture: Path) -> None:
@@ -63,7 +64,7 @@ def draw(runs: list[dict[str, Any]], picture: Path) -> None:
         axes.plot(range(1, len(one["sampled"]) + 1), one["sampled"], color=colour, alpha=0.35, linewidth=1)
         steps, rewards = zip(*one["held_out"].items(), strict=True)
         axes.plot(steps, rewards, color=colour, marker="o", linewidth=2, label=f"held out, seed {one['seed']}")
-    axes.set_xlabel("optimizer steps")
+    axes.set_xlabel("training steps")
     axes.set_ylabel("mean reward (thin: sampled in training)")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -79,11 +80,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = [run(arguments.example, seed, Path(folder) / str(seed)) for seed in arguments.seeds]
     for one in runs:
-        print(one["seed"], f"{one['wall_seconds']} s", f"{one['peak_memory_gb']} GB", one["held_out"])
-    rises = [rise(one) for one in runs]
-    print(f"median rise {statistics.median(rises):.3f}")
+        print(one["seed"], f"{one['wall_seconds']} s", f"{one['peak_memory_gb']} GB", one["held_out"], one["accuracy"])
+    rises = {score: round(statistics.median(rise(one[score]) for one in runs), 3) for score in ("held_out", "accuracy")}
+    print(f"median rise of the held-out reward {rises['held_out']}, of the accuracy {rises['accuracy']}")
     if arguments.write:
-        result = {**describe(), "median_rise": round(statistics.median(rises), 3), "runs": runs}
+        result = {**describe(), "median_rise": rises, "runs": runs}
         (ROOT / f"benchmarks/results/learning_{arguments.example}.json").write_text(json.dumps(result, indent=2) + "\n")
         draw(runs, ROOT / f"docs/{arguments.example}.png")
 

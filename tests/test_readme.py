@@ -79,7 +79,7 @@ def test_the_commands_of_the_readme_in_a_fresh_clone(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         output[name] = done.stdout
     held_out = [
-        line["eval/reward"] for line in read_lines(clone / "runs/quickstart/metrics.jsonl") if "eval/reward" in line
+        line["eval/accuracy"] for line in read_lines(clone / "runs/quickstart/metrics.jsonl") if "eval/accuracy" in line
     ]
     assert held_out[-1] - held_out[0] >= 0.5
     assert "calc(" in output["look"]
