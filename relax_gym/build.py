@@ -110,11 +110,11 @@ def build_trackers(context: RunContext) -> list[Tracker]:
     return [build_component("tracker", section, context) for section in context.config.trackers]
 
 
-def build_component(kind: str, section: PluginSection, context: RunContext) -> Any:
-    """Call a component's factory with the context and its checked options."""
+def build_component(kind: str, section: PluginSection, context: RunContext, *more: Any) -> Any:
+    """Call a component's factory with the context, its checked options and what else its kind takes."""
     component = plugins().get(kind, section.name)
     options = plugin_options(section, component.load_options(), source="config", key=kind)
-    return load(component.factory)(context, options)
+    return load(component.factory)(context, options, *more)
 
 
 def _generation_stops(model_path: Path) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -55,8 +55,19 @@ class LearnerSection(PluginSection):
     name: str = "torch"
 
 
+class TeacherSection(PluginSection):
+    """`teacher_engine` of an algorithm: what its teachers run in. The name alone, or a section like `[sampler]`."""
+
+    name: str = "local"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
+
 class Options(Section):
-    """Options of a component (sampler, learner, tracker …): subclass it and add fields."""
+    """Options of a component (sampler, learner, teacher, tracker …): subclass it and add fields."""
 
     def check_run(self, config: RunConfig) -> None:
         """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""
@@ -238,21 +249,33 @@ def load_algorithms(config: RunConfig, *, source: str = "config") -> tuple[Algor
     Raises:
         UnknownNameError, ConfigError: no such algorithm, or options it does not take.
     """
+    built = _algorithms(config, source)
+    return tuple(built.get(f"env.{index}.algorithm", built["algorithm"]) for index in range(len(config.env)))
+
+
+def _algorithms(config: RunConfig, source: str) -> dict[str, Algorithm]:
+    """The algorithm of each section that names one, by the section's key."""
     from relax_gym.plugins import plugins
 
-    built: list[Algorithm] = []
-
-    def build(section: AlgorithmSection, key: str) -> Algorithm:
+    own = {f"env.{index}.algorithm": env.algorithm for index, env in enumerate(config.env) if env.algorithm}
+    built: dict[str, Algorithm] = {}
+    for key, section in {"algorithm": config.algorithm, **own}.items():
         options: type[Algorithm] = plugins().get("algorithm", section.name)
         algorithm = plugin_options(section, options, source=source, key=key)
-        built.append(next((same for same in built if same == algorithm), algorithm))
-        return built[-1]
+        built[key] = next((same for same in built.values() if same == algorithm), algorithm)
+    return built
 
-    common = build(config.algorithm, "algorithm")
-    return tuple(
-        build(env.algorithm, f"env.{index}.algorithm") if env.algorithm else common
-        for index, env in enumerate(config.env)
-    )
+
+def component_sections(config: RunConfig, *, source: str = "config") -> Iterator[tuple[str, str, PluginSection]]:
+    """(kind, key in the config, section) of every component that a run is made of."""
+    yield "sampler", "sampler", config.sampler
+    yield "learner", "learner", config.learner
+    for index, tracker in enumerate(config.trackers):
+        yield "tracker", f"trackers.{index}", tracker
+    for key, algorithm in _algorithms(config, source).items():
+        asked = algorithm.distillation
+        if asked is not None and asked.engine is not None:
+            yield "teacher", f"{key}.teacher_engine", asked.engine
 
 
 def validate(model: type[ModelT], data: Mapping[str, Any], *, source: str, prefix: str = "") -> ModelT:
@@ -341,10 +364,9 @@ def _check_plugins(config: RunConfig, source: str) -> None:
         algorithms = load_algorithms(config, source=source)
         for algorithm in algorithms:
             algorithm.check_run(config)
-        sections = [("sampler", config.sampler), ("learner", config.learner)]
-        for kind, section in [*sections, *(("tracker", tracker) for tracker in config.trackers)]:
+        for kind, key, section in component_sections(config, source=source):
             component = table.get(kind, section.name)
-            plugin_options(section, component.load_options(), source=source, key=kind).check_run(config)
+            plugin_options(section, component.load_options(), source=source, key=key).check_run(config)
     except RelaxGymError as error:
         message = str(error)
         raise ConfigError(message if message.startswith(source) else f"{source}: {message}") from error

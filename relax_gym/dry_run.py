@@ -125,9 +125,9 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
 
 
 def _resolve_teachers(config: RunConfig) -> None:
-    """Find the models that the algorithms distil from, as the learner would."""
-    distillations = [algorithm.distillation for algorithm in load_algorithms(config)]
-    for name in {name for distillation in distillations if distillation for name in distillation.names}:
+    """Find the models that the algorithms distil from, as the learner would. An engine knows its own models."""
+    asked = [algorithm.distillation for algorithm in load_algorithms(config)]
+    for name in {name for one in asked if one and one.engine is None for name in one.names}:
         resolve_model(ModelConfig(name=name, trust_remote_code=config.model.trust_remote_code))
 
 

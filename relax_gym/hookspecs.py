@@ -50,6 +50,13 @@ def register_samplers() -> Mapping[str, Component | str]:  # type: ignore[empty-
 
 
 @hookspec
+def register_teachers() -> Mapping[str, Component | str]:  # type: ignore[empty-body]
+    """Teacher engines by name: a `Component` whose factory takes (RunContext, options, the teacher's model name) and
+    returns a `relax_gym.teacher.Teacher`.
+    """
+
+
+@hookspec
 def register_trackers() -> Mapping[str, Component | str]:  # type: ignore[empty-body]
     """Metric trackers by name: a `Component` whose factory takes (RunContext, options) and returns a `Tracker`."""
 

@@ -25,6 +25,7 @@ KINDS = {
     "register_algorithms": "algorithm",
     "register_learners": "learner",
     "register_samplers": "sampler",
+    "register_teachers": "teacher",
     "register_trackers": "tracker",
 }
 

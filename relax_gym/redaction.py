@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from relax_gym.config import RunConfig, plugin_options
+from relax_gym.config import RunConfig, component_sections, plugin_options
 from relax_gym.errors import ConfigError
 from relax_gym.plugins import plugins
 
@@ -15,10 +15,8 @@ MASK = "**********"
 
 def secrets(config: RunConfig) -> dict[str, str]:
     """The secret options of all plugins: their key in the config → their value."""
-    sections = [("sampler", "sampler", config.sampler), ("learner", "learner", config.learner)]
-    sections += [("tracker", f"trackers.{index}", section) for index, section in enumerate(config.trackers)]
     found: dict[str, str] = {}
-    for kind, key, section in sections:
+    for kind, key, section in component_sections(config):
         model = plugins().get(kind, section.name).load_options()
         shown = plugin_options(section, model, source="config", key=key).model_dump(mode="json")
         found |= _hidden(key, section.options, shown)

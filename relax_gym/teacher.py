@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_gym.errors import TrainingError
 from relax_gym.types import TrainingSample
+
+if TYPE_CHECKING:
+    from relax_gym.config import TeacherSection
 
 Form = Literal["reverse", "forward", "jsd"]
 
@@ -23,6 +26,7 @@ class Distillation:
     `teachers` maps env id to the name of a model, `teacher` is that of the envs that are not in it. `level` "loss": add
     `weight` times the divergence of `form` over the vocabulary, or over the teacher's `top_k` tokens and the rest as
     one, to the loss. "reward": subtract `weight` times (ℓ_roll − log q) of the sampled token from its advantage.
+    `engine` is what the teachers run in, the option `teacher_engine` of the algorithm; None: the learner's process.
     """
 
     teacher: str | None
@@ -32,6 +36,7 @@ class Distillation:
     top_k: int
     level: Literal["loss", "reward"]
     weight: float
+    engine: TeacherSection | None = None
 
     @property
     def names(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from algorithm_cases import build, tokens
 from test_algorithms_options import parse
 
-from relax_gym.config import dump_config
+from relax_gym.config import dump_config, load_algorithms, parse_config
 from relax_gym.errors import ConfigError
 from relax_gym_trainers.functional import (
     append_tail,
@@ -192,6 +193,20 @@ GUESS = "relax_gym/GuessNumber-v0"
         ({"teacher": "a", "form": "jsd", "jsd_alpha": 1.5}, "algorithm.jsd_alpha = 1.5: Input should be less than"),
         ({"teacher": "a", "form": "jsd", "jsd_alpha": -0.1}, "algorithm.jsd_alpha = -0.1: Input should be greater"),
         ({"teacher": "a", "jsd_alpha": 0.3}, "jsd_alpha = 0.3 goes with form = 'jsd'; the form is 'reverse'"),
+        ({"teacher": "a", "teacher_engine": "lokal", "top_k": 4}, "unknown teacher 'lokal'; did you mean 'local'?"),
+        ({"teacher": "a", "teacher_engine": 3}, "algorithm.teacher_engine = 3: Input should be a valid dictionary"),
+        (
+            {"teacher": "a", "top_k": 4, "teacher_engine": {"devise": "cpu"}},
+            "unknown key 'algorithm.teacher_engine.devise' (value 'cpu'); did you mean 'device'?",
+        ),
+        (
+            {"teacher": "a", "top_k": 4, "teacher_engine": {"name": "local", "timeout": 0}},
+            "algorithm.teacher_engine.timeout = 0: Input should be greater than 0",
+        ),
+        (
+            {"teacher": "a", "teacher_engine": "local"},
+            "a teacher must be a model in the learner's process; with teacher_engine = 'local' give a top_k, or",
+        ),
         ({"teacher": "a", "form": "backward"}, "algorithm.form = 'backward': Input should be 'reverse', 'forward' or"),
         ({"teacher": "a", "top_k": -1}, "algorithm.top_k = -1: Input should be greater than or equal to 0"),
         ({"teacher": "a", "opd_weight": 0}, "algorithm.opd_weight = 0: Input should be greater than 0"),
@@ -215,6 +230,25 @@ def test_group_size_1_needs_no_group_unless_there_is_a_reward():
         parse({"name": "opd", "teacher": "a", "rl_weight": 1.0}, **one)
 
 
+def test_an_engine_is_named_alone_or_with_its_options():
+    def engine(given):
+        config = parse({"name": "opd", "teacher": "a", "level": "reward", "teacher_engine": given})
+        assert parse_config(tomllib.loads(dump_config(config))) == config
+        return load_algorithms(config)[0].distillation.engine
+
+    assert (engine("local").name, engine("local").options) == ("local", {})
+    assert (engine({"threads": 2}).name, engine({"threads": 2}).options) == ("local", {"threads": 2})
+    assert build("opd", teacher="a").distillation.engine is None
+
+
+def test_the_engine_of_an_env_s_own_algorithm_is_checked():
+    own = {"name": "opd", "teacher": "a", "top_k": 4, "teacher_engine": {"device": 3}}
+    with pytest.raises(
+        ConfigError, match=r"env\.1\.algorithm\.teacher_engine\.device = 3: Input should be a valid str"
+    ):
+        parse({"name": "grpo"}, env=[{"id": GUESS}, {"id": "relax_gym/TicTacToe-v0", "algorithm": own}])
+
+
 def test_envs_with_an_algorithm_of_their_own_need_no_teacher_here():
     other = {"id": "relax_gym/TicTacToe-v0"}
     envs = [{"id": GUESS}, {**other, "algorithm": {"name": "grpo"}}]
@@ -232,8 +266,6 @@ def test_the_documentation_names_every_option():
 
 
 def test_teachers_survive_the_round_trip(tmp_path):
-    import tomllib
-
     config = parse({"name": "opd", "teachers": {GUESS: "a"}, "top_k": 8})
     again = tomllib.loads(dump_config(config))
     assert again["algorithm"]["teachers"] == {GUESS: "a"}

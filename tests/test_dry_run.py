@@ -91,6 +91,13 @@ def test_a_teacher_that_is_not_there_is_found_missing(capsys, config: Path) -> N
     assert err.startswith("error: model folder no/such/teacher does not exist")
 
 
+def test_what_an_engine_serves_is_not_looked_for_here(capsys, config: Path) -> None:
+    engine = "teacher_engine = 'local', level = 'reward'"
+    options = ("--set", f"algorithm={{name = 'opd', teacher = './no/such/teacher', {engine}}}")
+    code, _, err = run(capsys, "train", config, "--dry-run", *options)
+    assert (code, err) == (0, "")
+
+
 def test_the_renderer_of_a_run_knows_the_models_own_stop_ids(config: Path) -> None:
     folder = config.parent / "model"
     shutil.copytree(resolve_model(MODEL), folder)

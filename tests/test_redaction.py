@@ -38,6 +38,7 @@ class PostOptions(Options):
 def registered() -> None:
     plugins().tables["sampler"].add("test_post", Component(factory="math:sqrt", options=PostOptions), "test")
     plugins().tables["tracker"].add("test_post", Component(factory="math:sqrt", options=PostOptions), "test")
+    plugins().tables["teacher"].add("test_post", Component(factory="math:sqrt", options=PostOptions), "test")
 
 
 def config(tmp_path: Path, token: str = "s3cret", **sampler: Any) -> RunConfig:
@@ -47,6 +48,12 @@ def config(tmp_path: Path, token: str = "s3cret", **sampler: Any) -> RunConfig:
             "model": {"name": "tiny-qwen3"},
             "env": [{"id": "relax_gym/GuessNumber-v0"}],
             "sampler": {"name": "test_post", "token": token, **sampler},
+            "algorithm": {
+                "name": "opd",
+                "teacher": "t",
+                "top_k": 4,
+                "teacher_engine": {"name": "test_post", "token": "te4cher"},
+            },
             "trackers": [
                 {"name": "test_post", "token": "tr4cker", "login": {"user": "me", "password": "passw0rd"}},
             ],
@@ -61,7 +68,9 @@ def test_secrets_are_found_by_their_key_and_masked_in_a_copy(tmp_path: Path) -> 
         "sampler.token": "s3cret",
         "trackers.0.token": "tr4cker",
         "trackers.0.login.password": "passw0rd",
+        "algorithm.teacher_engine.token": "te4cher",
     }
+    assert masked(given)["algorithm"]["teacher_engine"] == {"name": "test_post", "token": MASK}
     assert masked(given)["trackers"] == [
         {"name": "test_post", "token": MASK, "login": {"user": "me", "password": MASK}}
     ]
@@ -74,7 +83,7 @@ def test_no_secret_is_in_the_run_folder_and_resume_takes_the_new_one(
     monkeypatch.setattr(sys, "argv", ["/bin/relax-gym", "train", "x.toml", "--set", "sampler.token=s3cret"])
     RunFolder(config(tmp_path), resume=False).begin(0)
     written = "".join(path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file())
-    assert not [secret for secret in ("s3cret", "tr4cker", "passw0rd") if secret in written]
+    assert not [secret for secret in ("s3cret", "tr4cker", "passw0rd", "te4cher") if secret in written]
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert manifest["command"] == ["relax-gym", "train", "x.toml", "--set", f"sampler.token={MASK}"]
     RunFolder(config(tmp_path, token="another"), resume=True).begin(0)

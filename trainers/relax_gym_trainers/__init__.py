@@ -1,4 +1,4 @@
-"""Built-in algorithms and learners."""
+"""Built-in algorithms, learners and teacher engines."""
 
 from relax_gym.hookspecs import hookimpl
 from relax_gym.registry import Component
@@ -31,5 +31,16 @@ def register_learners() -> dict[str, Component]:
         "torch": Component(
             factory="relax_gym_trainers.torch_learner.learner:TorchLearner",
             options="relax_gym_trainers.torch_learner.options:TorchLearnerOptions",
+        )
+    }
+
+
+@hookimpl
+def register_teachers() -> dict[str, Component]:
+    """The built-in teacher engines."""
+    return {
+        "local": Component(
+            factory="relax_gym_trainers.torch_learner.local_teacher:LocalTeacher",
+            options="relax_gym_trainers.torch_learner.options:LocalTeacherOptions",
         )
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from relax_gym.algorithm import FloatArray
-from relax_gym.config import load_algorithms
+from relax_gym.config import TeacherSection, load_algorithms
 from relax_gym.errors import ConfigError, suggestion
 from relax_gym.teacher import Distillation, Form
 from relax_gym_trainers.algorithms.grpo import GRPO
@@ -26,6 +26,7 @@ class OPD(GRPO):
 
     teacher: str | None = Field(None, min_length=1, description="the teacher of all envs: a name as in [model]")
     teachers: dict[str, str] | None = Field(None, description="or one for each: env id = model name")
+    teacher_engine: TeacherSection | None = Field(None, description="runs the teachers; default: the learner's process")
     form: Form = Field("reverse", description="KL(policy‖teacher), KL(teacher‖policy), or in between")
     jsd_alpha: float = Field(0.5, ge=0, le=1, description="with form = 'jsd': 0 is reverse, 1 is forward")
     top_k: int = Field(0, ge=0, description="compare the teacher's k likeliest tokens and the rest as one; 0: all")
@@ -45,6 +46,11 @@ class OPD(GRPO):
             raise ValueError(
                 f"level = 'reward' compares the sampled token only, whose expectation is the reverse KL over the whole "
                 f"vocabulary; it has no {given}: use level = 'loss'"
+            )
+        if self.teacher_engine is not None and self.level == "loss" and not self.top_k:
+            raise ValueError(
+                f"top_k = 0 compares whole vocabularies, for which a teacher must be a model in the learner's process; "
+                f"with teacher_engine = {self.teacher_engine.name!r} give a top_k, or level = 'reward'"
             )
         if "jsd_alpha" in self.model_fields_set and self.form != "jsd":
             raise ValueError(f"jsd_alpha = {self.jsd_alpha} goes with form = 'jsd'; the form is {self.form!r}")
@@ -87,6 +93,7 @@ class OPD(GRPO):
             top_k=self.top_k,
             level=self.level,
             weight=self.opd_weight,
+            engine=self.teacher_engine,
         )
 
     def advantages(self, rewards: FloatArray) -> FloatArray:

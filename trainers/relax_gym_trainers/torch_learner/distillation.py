@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from relax_gym.algorithm import FloatArray
+from relax_gym.build import build_component
 from relax_gym.config import ModelConfig
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError
@@ -22,7 +23,7 @@ from relax_gym_trainers.torch_learner.divergence import FullVocabulary, Target, 
 from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.packing import MicroBatch
-from relax_gym_trainers.torch_learner.teacher import FrozenTeacher, load_teacher, vocabulary_rows
+from relax_gym_trainers.torch_learner.teacher import FrozenTeacher, TeacherSettings, load_teacher, vocabulary_rows
 
 
 class Distiller:
@@ -104,31 +105,41 @@ def load_distiller(
 ) -> Distiller | None:
     """The distiller of an algorithm with its teachers loaded, each once; None without distillation.
 
+    Teachers are built by the engine that the algorithm names; without one they are on the student's device, in the
+    precision of its arithmetic.
+
     Raises:
         ModelError: a teacher cannot be found, or does not fit the model.
         ConfigError: `top_k` is more than there is.
     """
     if distillation is None:
         return None
-    rows = vocabulary_rows(student.model)
+    rows = vocabulary_rows(student.model.config)
     if distillation.top_k > rows:
         raise ConfigError(
             f"algorithm.top_k = {distillation.top_k} is more than the {rows} tokens of the vocabulary; give fewer, or "
             "0 to compare all"
         )
-    config = context.config
-    trust = config.model.trust_remote_code
-    teachers = {
-        name: load_teacher(
-            resolve_model(ModelConfig(name=name, trust_remote_code=trust)),
-            student=student,
-            tokenizer=context.tokenizer,
-            options=options,
-            trust_remote_code=trust,
-        )
-        for name in distillation.names
-    }
-    return Distiller(distillation, teachers, temperature=config.rollout.temperature)
+    trust = context.config.model.trust_remote_code
+    settings = TeacherSettings(
+        temperature=student.temperature,
+        device=student.device,
+        dtype=student.dtype,
+        chunk=options.logprob_chunk,
+        budget=options.micro_batch_tokens,
+        share_prefix=options.share_prefix,
+        trust_remote_code=trust,
+    )
+
+    def load(name: str) -> Teacher:
+        if distillation.engine is not None:
+            teacher: Teacher = build_component("teacher", distillation.engine, context, name)
+            return teacher
+        folder = resolve_model(ModelConfig(name=name, trust_remote_code=trust))
+        return load_teacher(folder, tokenizer=context.tokenizer, rows=rows, settings=settings)
+
+    teachers = {name: load(name) for name in distillation.names}
+    return Distiller(distillation, teachers, temperature=student.temperature)
 
 
 def distill_advantages(

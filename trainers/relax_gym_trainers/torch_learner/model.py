@@ -37,18 +37,16 @@ def load_model(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     return plain
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, *, key: str = "learner.device") -> torch.device:
     """`auto` is the first CUDA device or the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"learner.device = {name!r} is no torch device; use auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"{key} = {name!r} is no torch device; use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"learner.device = {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use auto"
-        )
+        raise ConfigError(f"{key} = {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; use auto")
     return device
 
 

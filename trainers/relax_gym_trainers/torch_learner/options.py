@@ -1,4 +1,4 @@
-"""Options of the torch learner. Checked when the config is read, so nothing heavy is imported here."""
+"""Options of the torch learner and its teacher engine. Checked when the config is read: nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ class TorchLearnerOptions(Options):
                 f"learner.updates_per_step = {self.updates_per_step} does not divide train.groups_per_step = "
                 f"{config.train.groups_per_step}; every update must get the same number of groups"
             )
+
+
+class LocalTeacherOptions(Options):
+    """`teacher_engine` with `name = "local"`: each teacher in a process of its own."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and arithmetic, as [learner]")
+    device: str = Field("auto", description="auto: cuda if there is one, else cpu")
+    threads: int | None = Field(None, ge=1, description="CPU threads of each process; default: those of the run")
+    micro_batch_tokens: int = Field(4096, ge=1, description="most tokens, padding included, of one forward pass")
+    share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
+    logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits over the vocabulary exist at one time")
+    timeout: float = Field(600.0, gt=0, description="seconds that loading, or one answer, may take")

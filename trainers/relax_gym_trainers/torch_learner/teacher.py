@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,20 @@ from relax_gym_trainers.torch_learner.logprobs import Policy, blocks, cut, fill,
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSettings:
+    """How a frozen model computes: `chunk` tokens at a time have logits, one forward pass has at most `budget`."""
+
+    temperature: float
+    device: torch.device
+    dtype: torch.dtype
+    chunk: int
+    budget: int
+    share_prefix: bool
+    trust_remote_code: bool
 
 
 class FrozenTeacher(Teacher):
@@ -78,31 +90,27 @@ class FrozenTeacher(Teacher):
 
 
 def load_teacher(
-    folder: Path,
-    *,
-    student: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    options: TorchLearnerOptions,
-    trust_remote_code: bool,
+    folder: Path, *, tokenizer: PreTrainedTokenizerBase, rows: int, settings: TeacherSettings
 ) -> FrozenTeacher:
-    """The model of a folder, on the student's device, at its temperature and in the precision of its arithmetic.
+    """The model of a folder. `tokenizer` is the student's, `rows` the number of ids that the student has logits for.
 
     Raises:
         ModelError: it cannot be loaded, or speaks another vocabulary than the student.
     """
-    _check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust_remote_code))
-    model = models.load_model(folder, trust_remote_code=trust_remote_code).requires_grad_(False)
-    _match_rows(folder, model, rows=vocabulary_rows(student.model), used=len(tokenizer))
+    trust = settings.trust_remote_code
+    _check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust))
+    model = models.load_model(folder, trust_remote_code=trust).requires_grad_(False)
+    _match_rows(folder, model, rows=rows, used=len(tokenizer))
     policy = Policy(
         model,
-        temperature=student.temperature,
-        dtype=student.dtype,
-        chunk=options.logprob_chunk,
-        share_prefix=options.share_prefix,
+        temperature=settings.temperature,
+        dtype=settings.dtype,
+        chunk=settings.chunk,
+        share_prefix=settings.share_prefix,
     )
     # Only now: the probes of Policy tell two ways to compute the same thing apart in float32.
-    model.to(student.device, student.dtype)  # type: ignore[arg-type]
-    return FrozenTeacher(policy, budget=options.micro_batch_tokens)
+    model.to(settings.device, settings.dtype)  # type: ignore[arg-type]
+    return FrozenTeacher(policy, budget=settings.budget)
 
 
 def _check_tokenizer(folder: Path, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
@@ -118,19 +126,20 @@ def _check_tokenizer(folder: Path, student: PreTrainedTokenizerBase, teacher: Pr
     )
 
 
-def vocabulary_rows(model: PreTrainedModel) -> int:
-    """How many ids the model has logits for."""
-    rows: int = model.config.get_text_config().vocab_size
+def vocabulary_rows(config: PreTrainedConfig) -> int:
+    """How many ids a model of this config has logits for."""
+    rows: int = config.get_text_config().vocab_size
     return rows
 
 
 def _match_rows(folder: Path, model: PreTrainedModel, *, rows: int, used: int) -> None:
     """Cut rows that pad the teacher's vocabulary beyond the student's; they stand for no token."""
-    if vocabulary_rows(model) == rows:
+    own = vocabulary_rows(model.config)
+    if own == rows:
         return
-    if not vocabulary_rows(model) > rows >= used:
+    if not own > rows >= used:
         raise ModelError(
-            f"teacher {folder} has logits for {vocabulary_rows(model)} ids, the model for {rows}; a teacher needs as "
+            f"teacher {folder} has logits for {own} ids, the model for {rows}; a teacher needs as "
             f"many, or more if those beyond {rows} are no tokens (the tokenizer has {used})"
         )
     model.resize_token_embeddings(rows)
