@@ -28,7 +28,7 @@ from relax_gym.rollout_queue import RolloutQueue
 from relax_gym.run_folder import RunFolder
 from relax_gym.sampler import Session
 from relax_gym.tasks import derive_seed
-from relax_gym.types import Batch, Group, Metrics, TrainingSample, Trajectory
+from relax_gym.types import Batch, Group, Metrics, Trajectory
 from relax_gym.warmup import demonstrations
 from relax_gym.workers import Worker
 
@@ -228,14 +228,15 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
         clock = _Clock()
-        groups = self._filter_batch(step + 1, await self._queue.get(step))
+        played = await self._queue.get(step)
+        groups = self._filter_batch(step + 1, played)
         clock.lap("rollout_wait")
         for group in groups:  # before anything can fail
             self._folder.add_group(step + 1, group, kind="train")
         samples = assign_credit(groups, self._parts.algorithms)
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        trajectories = [trajectory for group in played for trajectory in group.trajectories]
         dropped = self._dropped.pop(step + 1, Counter[str]())
-        self._check_trainable(step, samples, dropped)
+        self._check_trainable(step, trajectories, dropped)
         batch = Batch(version=step, samples=samples)
         self._hook.on_batch(batch=batch)
         learner = await self._thread.call(self._learner.step, batch)
@@ -266,10 +267,13 @@ class Trainer:
             self._hook.on_checkpoint(step=step, folder=folder)
         await self._queue.advance(step)
 
-    def _check_trainable(self, step: int, samples: list[TrainingSample], dropped: Counter[str]) -> None:
-        """Silence is not progress: end the run when nothing trainable comes back, unless a filter wanted it so."""
+    def _check_trainable(self, step: int, trajectories: list[Trajectory], dropped: Counter[str]) -> None:
+        """Silence is not progress: end the run when nothing was sampled, unless a filter wanted it so.
+
+        An algorithm that keeps none of what was sampled is no fault.
+        """
         filtered = dropped.keys() - {UNSCORED}
-        if filtered or any(sample.trained_tokens for sample in samples):
+        if filtered or any(turn.completion.token_ids for trajectory in trajectories for turn in trajectory.turns):
             self._empty_steps = 0
             return
         self._empty_steps += 1

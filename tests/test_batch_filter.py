@@ -24,6 +24,7 @@ def test_k76_groups_outside_the_quantiles_are_counted_kept_on_disk_and_not_train
         inside = {name for name, mean in means.items() if ordered[2] <= mean <= ordered[5]}
         dropped = [line.get(f"queue/dropped_mean_{side}_quantile", 0) for side in ("below", "above")]
         assert {sample.group_id for sample in batch.samples} == inside
+        assert line["reward/mean"] == sum(means.values()) / 8  # of all that were played: a filter must not flatter it
         assert sum(dropped) == line["queue/empty_slots"] == 8 - len(inside)
         assert dropped == [sum(m < ordered[2] for m in means.values()), sum(m > ordered[5] for m in means.values())]
         kinds = {e["group_id"]: e["kind"] for e in episodes if e["step"] == step}

@@ -136,6 +136,15 @@ def test_a_group_that_stays_dull_leaves_its_slot_empty(tmp_path: Path) -> None:
     assert [len(batch.samples) for batch in learner.batches] == [0, 0]
 
 
+def test_steps_in_which_nothing_is_kept_go_on(tmp_path: Path) -> None:
+    learner = RecordingLearner()
+    options = {"name": "sft", "min_reward": 2.0}
+    run(trainer(tmp_path, half_a, learner, algorithm=options, train={"steps": 2, "max_empty_steps": 1}))
+    assert [len(batch.samples) for batch in learner.batches] == [0, 0]
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["episode/count"], line["perf/tokens_per_second"]) for line in lines] == [(8, 0.0), (8, 0.0)]
+
+
 def test_k29_steps_without_trainable_tokens_end_the_run_with_the_first_error(tmp_path: Path) -> None:
     loop = trainer(tmp_path, half_a, env=[{"id": "test/Faulty-v0", "kwargs": {"fault": "reset"}}])
     loop._config = loop._config.model_copy(
