@@ -165,7 +165,7 @@ class Algorithm(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_idle_options(self) -> Self:
-        """An option that was given and does nothing is a mistake."""
+        """An option that was changed and does nothing is a mistake."""
         tis, icepop = self.correction == "tis", self.correction == "icepop"
         goes_with = {
             "correction_cap": ("correction = 'tis'", tis),
@@ -177,9 +177,13 @@ class Algorithm(BaseModel):
             "discount": ("credit = 'turn'", self.credit == "turn"),
         }
         for name, (master, on) in goes_with.items():
-            if name in self.model_fields_set and not on:
+            if self.changed(name) and not on:
                 raise ValueError(f"{name} = {getattr(self, name)!r} goes with {master} and does nothing without it")
         return self
+
+    def changed(self, name: str) -> bool:
+        """Whether an option has another value than its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def check_run(self, config: RunConfig) -> None:
         """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""

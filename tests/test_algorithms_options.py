@@ -113,9 +113,19 @@ ICEPOP = {"name": "grpo", "correction": "icepop", "old_logprobs": "recompute"}
         (TIS | {"icepop_low": 0.2}, {}, "icepop_low = 0.2 goes with correction = 'icepop'"),
         ({"name": "grpo", "icepop_high": 5.0}, {}, "icepop_high = 5.0 goes with correction = 'icepop'"),
         ({"name": "grpo", "correction_level": "sequence"}, {}, "correction_level = 'sequence' goes with a correction"),
-        ({"name": "grpo", "kl_estimator": "k3"}, {}, "kl_estimator = 'k3' goes with kl_coef > 0 and does nothing"),
+        ({"name": "grpo", "kl_estimator": "k2"}, {}, "kl_estimator = 'k2' goes with kl_coef > 0 and does nothing"),
+        (
+            {"name": "reinforce_pp_baseline", "kl_estimator": "k3"},
+            {},
+            "kl_estimator = 'k3' goes with kl_coef > 0 and does nothing",
+        ),
         ({"name": "grpo", "kl_reward_estimator": "k3"}, {}, "kl_reward_estimator = 'k3' goes with kl_reward_coef > 0"),
         ({"name": "sft", "credit": "turn"}, {}, "credit = 'turn' does not go with sft"),
+        (
+            {"name": "sft", "kl_reward_coef": 0.1},
+            {},
+            "kl_reward_coef = 0.1 does not go with sft, which has no reward in its loss to subtract it from; set kl_coef",
+        ),
         ({"name": "grpo", "filter_quantiles": [0.9, 0.1]}, {}, "filter_quantiles = [0.9, 0.1] are no quantiles"),
         ({"name": "grpo", "filter_quantiles": [0.1, 10]}, {}, "filter_quantiles = [0.1, 10.0] are no quantiles"),
         (
@@ -147,11 +157,20 @@ def test_what_cannot_work_is_refused_at_parse_with_the_reason(algorithm, section
 
 
 OPD = {"name": "opd", "teacher": "t"}
+POLICY_GRADIENT = [{"rl_weight": 1.0}, {"level": "reward"}, {"kl_reward_coef": 0.1}]
+IDLE = {
+    "correction_cap": 2.0,
+    "correction_level": "token",
+    "icepop_low": 0.5,
+    "icepop_high": 2.0,
+    "kl_reward_estimator": "k1",
+    "discount": 1.0,
+}
 
 
 @pytest.mark.parametrize(
     "algorithm",
-    [*({"name": name} for name in NAMES if name != "sft"), OPD | {"rl_weight": 1.0}, OPD | {"level": "reward"}],
+    [*({"name": name} for name in NAMES if name != "sft"), *(OPD | more for more in POLICY_GRADIENT)],
 )
 def test_stale_tokens_that_nothing_corrects_are_refused(algorithm):
     algorithm = {**NEEDED.get(algorithm["name"], {}), **algorithm, "old_logprobs": "recompute"}
@@ -177,6 +196,9 @@ def test_stale_tokens_that_nothing_corrects_are_refused(algorithm):
         ({"name": "dapo", "overlong_range": [12, 16]}, {}),
         ({"name": "grpo", "filter": "test_algorithms_options:bad_filter", "filter_mean_range": [0.1, 0.9]}, {}),
         ({"name": "dr_grpo", "aggregation": "token-mean"}, {}),
+        ({"name": "grpo", "kl_coef": 0.0, "kl_estimator": "k3", **IDLE}, {}),
+        ({"name": "reinforce_pp_baseline", "kl_estimator": "k2", **IDLE}, {}),
+        (OPD | {"jsd_alpha": 0.5}, {}),
     ],
 )
 def test_what_can_work_is_taken(algorithm, sections):

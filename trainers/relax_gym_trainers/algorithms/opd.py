@@ -52,7 +52,7 @@ class OPD(GRPO):
                 f"top_k = 0 compares whole vocabularies, for which a teacher must be a model in the learner's process; "
                 f"with teacher_engine = {self.teacher_engine.name!r} give a top_k, or level = 'reward'"
             )
-        if "jsd_alpha" in self.model_fields_set and self.form != "jsd":
+        if self.form != "jsd" and self.changed("jsd_alpha"):
             raise ValueError(f"jsd_alpha = {self.jsd_alpha} goes with form = 'jsd'; the form is {self.form!r}")
         return self
 
@@ -75,7 +75,7 @@ class OPD(GRPO):
     @property
     def is_policy_gradient(self) -> bool:
         """The divergence as a loss is exact for any state, whichever policy came there."""
-        return self.level == "reward" or self.rl_weight > 0
+        return self.level == "reward" or self.rl_weight > 0 or self.kl_reward_coef > 0
 
     @property
     def needs_group(self) -> bool:

@@ -29,6 +29,11 @@ class SFT(Algorithm):
     def _keep_episodes(self) -> Self:
         if self.credit == "turn":
             raise ValueError("credit = 'turn' does not go with sft, which keeps whole episodes; leave it out")
+        if self.kl_reward_coef:
+            raise ValueError(
+                f"kl_reward_coef = {self.kl_reward_coef} does not go with sft, which has no reward in its loss to "
+                "subtract it from; set kl_coef for a KL loss"
+            )
         return self
 
     @property
