@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
 from learner_cases import (
@@ -32,6 +31,9 @@ from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("models") / "qwen3", qwen3())
+
+
+SAMPLED = r"the sampler reported -inf as log-prob of a token that it sampled, in segment 0 of episode '7-1' of step 1;"
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -92,16 +94,20 @@ def test_k29_a_batch_without_signal_touches_no_weight(tiny, empty):
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
 
 
-@pytest.mark.parametrize("where", ["advantage", "logprob"])
-def test_a_non_finite_loss_ends_training_and_leaves_the_weights(tiny, where):
-    trainer = learner(context(tiny))
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "message"),
+    [
+        ({}, {"advantage": math.inf}, r"the loss of step 1 is (-inf|nan); the weights are as they were"),
+        ({}, {"logprobs": [0, 0, -math.inf]}, SAMPLED),
+        ({"kl_reward_coef": 0.1}, {"logprobs": [0, 0, -math.inf]}, SAMPLED),
+    ],
+)
+def test_numbers_that_are_not_finite_end_training_and_leave_the_weights(tiny, algorithm, changes, message):
+    trainer = learner(context(tiny, **algorithm))
     before = weights(trainer)
-    broken = sample([3, 4, 5], [0, 0, 1], advantage=math.inf if where == "advantage" else -1.0)
-    if where == "logprob":
-        broken = dataclasses.replace(broken, logprobs=np.array([0, 0, -math.inf], dtype=np.float32))
-    what = "loss" if where == "advantage" else "sampler's log-prob of a token"
-    with pytest.raises(TrainingError, match=rf"the {what} of step 1 is (inf|-inf|nan); the weights are as they were"):
-        trainer.step(Batch(version=0, samples=[broken]))
+    broken = sample([3, 4, 5], [0, 0, 1], **{"advantage": -1.0, "episode": "7-1", **changes})
+    with pytest.raises(TrainingError, match=message):
+        trainer.step(Batch(version=0, samples=[*random_batch().samples, broken]))
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
     trainer.step(random_batch())
     assert all(tensor.isfinite().all() for _, tensor in trainer.weights())

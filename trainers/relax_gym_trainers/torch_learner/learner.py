@@ -30,6 +30,7 @@ from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.update import (
     Tally,
     accumulate_imitation_gradient,
+    check_sampled,
     plan,
 )
 
@@ -97,9 +98,11 @@ class TorchLearner(Learner):
             `logprob_diff_mean`, `_max`, `_k3`, `_clipped`.
 
         Raises:
-            TrainingError: loss or gradient is not finite; the update that found it changed nothing.
+            TrainingError: loss, gradient or a log-prob of the sampler is not finite; the update that found it changed
+                nothing.
         """
         started = time.perf_counter()
+        check_sampled(batch.samples, step=self.version + 1)
         self._leave_warmup()
         lr = learning_rate(self.options, self.version, self._total_steps)
         tally, losses, norms = Tally(), list[float](), list[float]()

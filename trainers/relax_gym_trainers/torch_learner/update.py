@@ -66,6 +66,23 @@ def plan(
     )
 
 
+def check_sampled(samples: Sequence[TrainingSample], *, step: int) -> None:
+    """Log-ratios are cut, so a log-prob that is not finite would not show in the loss.
+
+    Raises:
+        TrainingError: the sampler reported one for a trained token.
+    """
+    for sample in samples:
+        reported = sample.logprobs[sample.loss_mask == 1]
+        broken = reported[~np.isfinite(reported)]
+        if broken.size:
+            raise TrainingError(
+                f"the sampler reported {broken[0]} as log-prob of a token that it sampled, in segment {sample.segment} "
+                f"of episode {sample.episode_id!r} of step {step}; no weight has changed. The log-prob of what was "
+                "sampled is finite: check that the sampler gives that of the token it returns, its weights and its dtype"
+            )
+
+
 @dataclass(slots=True)
 class Tally:
     """Means over tokens and maxima, collected over micro-batches."""
@@ -135,9 +152,6 @@ def accumulate_policy_gradient(
         for index, batch in enumerate(part.micro_batches):
             logprobs, terms = _score(policy, algorithm, distiller, batch, tally)
             rollout = torch.from_numpy(batch.logprobs).to(logprobs)
-            if not rollout.isfinite().all():  # log-ratios are cut, so it would not show in the loss
-                worst = rollout[~rollout.isfinite()][0].item()
-                raise TrainingError(non_finite("sampler's log-prob of a token", worst, step))
             # The loss is a function of [N] numbers: differentiated apart from the model, its pieces can be looked at.
             leaf = logprobs.detach().requires_grad_()
             tokens = TrainedTokens(
