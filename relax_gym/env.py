@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import string
 from collections.abc import Mapping, Sequence
@@ -158,11 +159,18 @@ class Env(gymnasium.Env[list[Message], str]):
 
 
 def attribute(env: gymnasium.Env[Any, Any], name: str, default: Any = None) -> Any:
-    """An attribute of the env or of what it wraps: Gymnasium's own wrappers have none of the inner env's."""
-    try:
-        return env.get_wrapper_attr(name)
-    except AttributeError:
-        return default
+    """An attribute of the env or of what it wraps: Gymnasium's own wrappers have none of the inner env's.
+
+    Raises:
+        Whatever a property raises; an AttributeError of it does not count as the attribute missing.
+    """
+    layer = env
+    while True:
+        if inspect.getattr_static(layer, name, None) is not None or hasattr(layer, name):
+            return getattr(layer, name)
+        if not isinstance(layer, gymnasium.Wrapper):
+            return default
+        layer = layer.env
 
 
 def check_reset(result: Any) -> tuple[list[Message], dict[str, Any]]:

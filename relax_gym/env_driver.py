@@ -63,21 +63,21 @@ class EnvDriver:
 
     async def act(self, method: str) -> str:
         """What the env's `expert_action` or `random_action` would say now. Raises EnvFailure."""
-        action = await self._run(method, self._call(attribute(self._built(), method)))
+        found = self._attribute(method)
+        if found is None:
+            raise EnvFailure(EnvError(f"the env has no {method}()"))
+        action = await self._run(method, self._call(found))
         if not isinstance(action, str):
             raise EnvFailure(EnvError(f"{method} returned {action!r:.100}; it must return text"))
         return action
 
     def offers(self, method: str) -> bool:
-        """Whether the env has this optional method."""
-        return attribute(self._built(), method) is not None
+        """Whether the env has this optional method. Raises EnvFailure."""
+        return self._attribute(method) is not None
 
     def tools(self) -> list[Tool]:
         """The tools that the model is shown. Raises EnvFailure."""
-        try:
-            return list(attribute(self._built(), "tools", ()))
-        except Exception as error:
-            raise EnvFailure(error) from error
+        return self._attribute("tools", (), list)
 
     async def close(self) -> None:
         """Close the env if there is one. A failing close is logged: the episode it belongs to is over."""
@@ -95,6 +95,12 @@ class EnvDriver:
     def _built(self) -> Env:
         assert self.env is not None, "build() or reset() comes first, close() last"
         return self.env
+
+    def _attribute(self, name: str, default: Any = None, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+        try:
+            return convert(attribute(self._built(), name, default))
+        except (Exception, SystemExit) as error:
+            raise EnvFailure(error) from error
 
     async def _construct(self) -> None:
         async with self._threads.slots:

@@ -58,6 +58,8 @@ class ChatWrapper(gymnasium.Wrapper[list[Message], str, list[Message], str]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "env":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if hasattr(type(self), name):  # a property of the wrapper raised AttributeError: the inner env has no say
+            return object.__getattribute__(self, name)
         return self.env.get_wrapper_attr(name)
 
     @property

@@ -106,6 +106,34 @@ class Odd(Recording):
         raise asyncio.CancelledError if self.hang == "cancel" else SystemExit(4)
 
 
+class Typo(Recording):
+    """Its optional members are properties with a bug, in the way of the wrapper's or the base class's own."""
+
+    @property
+    def tools(self) -> Any:  # type: ignore[override]
+        return self.tolos
+
+    @property
+    def expert_action(self) -> Any:  # type: ignore[override]
+        return self.exprt
+
+
+class TypoOutside(TimeLimit):
+    """The same in a wrapper."""
+
+    @property
+    def tools(self) -> Any:
+        return self.tolos
+
+
+def wrapped_typo(**kwargs: Any) -> Any:
+    return gymnasium.wrappers.TimeLimit(TimeLimit(Typo(**kwargs), max_turns=9), max_episode_steps=9)
+
+
+def typo_outside(**kwargs: Any) -> Any:
+    return gymnasium.wrappers.TimeLimit(TypoOutside(Typo(**kwargs), max_turns=9), max_episode_steps=9)
+
+
 if "test/Recording-v0" not in relax_gym.list():
     relax_gym.register("test/Recording-v0", Recording)
     relax_gym.register("test/RecordingAsync-v0", RecordingAsync)
@@ -113,6 +141,9 @@ if "test/Recording-v0" not in relax_gym.list():
     relax_gym.register("test/WrappedBound-v0", wrapped_bound)
     relax_gym.register("test/WrappedAsync-v0", wrapped_async)
     relax_gym.register("test/Odd-v0", Odd)
+    relax_gym.register("test/Typo-v0", Typo)
+    relax_gym.register("test/WrappedTypo-v0", wrapped_typo)
+    relax_gym.register("test/TypoOutside-v0", typo_outside)
 
 
 @pytest.fixture(autouse=True)
@@ -263,3 +294,19 @@ def test_faults_of_helpers_are_the_envs() -> None:
 
     drive(ask, "Odd")
     drive(cancel, "Odd", hang="cancel")
+
+
+@pytest.mark.parametrize("env", ["Typo", "WrappedTypo", "TypoOutside"])
+def test_an_attribute_error_inside_a_property_is_the_envs_failure_not_a_missing_member(env: str) -> None:
+    async def ask(driver: EnvDriver) -> None:
+        await driver.reset()
+        with pytest.raises(EnvFailure, match="AttributeError: .* has no attribute 'tolos'"):
+            driver.tools()
+        with pytest.raises(EnvFailure, match="AttributeError: .* has no attribute 'exprt'"):
+            driver.offers("expert_action")
+        with pytest.raises(EnvFailure, match="AttributeError: .* has no attribute 'exprt'"):
+            await driver.act("expert_action")
+        with pytest.raises(EnvFailure, match=r"the env has no random_action\(\)"):
+            await driver.act("random_action")
+
+    drive(ask, env)
