@@ -53,7 +53,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
         import torch
 
         torch.set_num_threads(config.threads)
-    check_secrets(config)
+    check_secrets(config, "sampler")  # of all the secrets, evaluation needs no other
     probes = probe_envs(config)
     rewards = build_rewards(config)
     tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
@@ -100,9 +100,22 @@ def build_renderer(config: RunConfig, model_path: Path) -> ChatRenderer:
 
 
 def build_learner(context: RunContext) -> Learner:
-    """The learner named in the config."""
+    """The learner named in the config. Warns where it will train on another distribution than is sampled from."""
+    _warn_of_truncation(context.config)
     learner: Learner = build_component("learner", context.config.learner, context)
     return learner
+
+
+def _warn_of_truncation(config: RunConfig) -> None:
+    if not any(algorithm.is_policy_gradient for algorithm in load_algorithms(config)):
+        return
+    for key in ("top_p", "top_k", "min_p"):
+        value, off = getattr(config.rollout, key), type(config.rollout).model_fields[key].default
+        if value != off:
+            log.warning(
+                f"rollout.{key} = {value}: tokens are sampled from a truncated distribution but trained with log-probs "
+                f"of the full one, so the gradient is biased; set it to {off} to train on what is sampled"
+            )
 
 
 def build_trackers(context: RunContext) -> list[Tracker]:

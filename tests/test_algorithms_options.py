@@ -124,7 +124,7 @@ ICEPOP = {"name": "grpo", "correction": "icepop", "old_logprobs": "recompute"}
         (
             {"name": "sft", "kl_reward_coef": 0.1},
             {},
-            "kl_reward_coef = 0.1 does not go with sft, which has no reward in its loss to subtract it from; set kl_coef",
+            "kl_reward_coef = 0.1 does not go with sft, which has no reward in its loss to subtract it from; set kl_",
         ),
         ({"name": "grpo", "filter_quantiles": [0.9, 0.1]}, {}, "filter_quantiles = [0.9, 0.1] are no quantiles"),
         ({"name": "grpo", "filter_quantiles": [0.1, 10]}, {}, "filter_quantiles = [0.1, 10.0] are no quantiles"),
@@ -146,6 +146,11 @@ ICEPOP = {"name": "grpo", "correction": "icepop", "old_logprobs": "recompute"}
         ({"name": "rloo"}, {"train": {"max_staleness": 1}}, "train.max_staleness = 1 would train on stale tokens"),
         ({"name": "rloo"}, {"learner": {"name": "torch", "epochs": 2}}, "learner.epochs must be 1"),
         (TIS, {"learner": {"name": "torch", "updates_per_step": 2}}, "learner.updates_per_step must be 1"),
+        (
+            {"name": "grpo", "filter_quantiles": [0.1, 0.9]},
+            {"learner": {"name": "torch", "updates_per_step": 2}},
+            "algorithm.filter_quantiles leaves a number of groups that learner.updates_per_step = 2 need not divide",
+        ),
         ({"name": "rloo"}, {"train": {"group_size": 1}}, "RLOO compares the episodes of a group; give 2 or more"),
     ],
 )

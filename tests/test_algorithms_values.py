@@ -223,7 +223,7 @@ def test_anchored_ratio_has_the_value_of_the_sequence_and_the_gradient_of_the_to
 @pytest.mark.parametrize("gap", [-2000.0, 100.0, 2000.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_ratio_that_overflows_gives_no_nan_where_nothing_is_to_be_learned(name, gap, dtype):
-    """A = 0 for the first token of the first sample; the second sample is dropped by icepop."""
+    """A = 0 for the first sample, whose ratio overflows; icepop drops the third. Each is one token."""
     logprobs = torch.tensor([gap - 1, -1.1, gap - 1], dtype=dtype, requires_grad=True)
     extreme = tokens(logprobs, [0.0, 0.5, -1.0], rollout=[-1.0, -1.0, -99.0], sample=[0, 1, 2])
     for losses in (

@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
+from relax_gym.build import build_learner
 from relax_gym.errors import ConfigError, ModelError, RunFolderError, TrainingError
 from relax_gym.types import Batch
 from relax_gym_trainers.torch_learner.learner import split_by_group
@@ -335,11 +336,15 @@ def test_options_that_cannot_work_are_refused(tiny, options, message):
 
 @pytest.mark.parametrize(("key", "value", "off"), [("top_p", 0.9, "1.0"), ("top_k", 20, "0"), ("min_p", 0.05, "0.0")])
 def test_sampling_from_less_than_the_full_distribution_is_warned_of(tiny, caplog, key, value, off):
-    run = context(tiny)
-    learner(run)
+    def build(rollout, algorithm):
+        run = context(tiny, **algorithm)
+        rollout = run.config.rollout.model_copy(update=rollout)
+        build_learner(dataclasses.replace(run, config=run.config.model_copy(update={"rollout": rollout})))
+
+    build({}, {})
+    build({key: value}, {"name": "sft"})
     assert caplog.messages == []
-    rollout = run.config.rollout.model_copy(update={key: value})
-    learner(dataclasses.replace(run, config=run.config.model_copy(update={"rollout": rollout})))
+    build({key: value}, {})
     (message,) = caplog.messages
     assert message.startswith(f"rollout.{key} = {value}: tokens are sampled from a truncated distribution")
     assert f"set it to {off} " in message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relax_gym.algorithm import Algorithm
-from relax_gym.config import RolloutConfig, load_algorithms
+from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
 from relax_gym.learner import Learner
@@ -33,8 +32,6 @@ from relax_gym_trainers.torch_learner.update import (
     check_sampled,
     plan,
 )
-
-log = logging.getLogger("relax_gym")
 
 STATE_FILE = "learner_state.pt"
 
@@ -54,7 +51,6 @@ class TorchLearner(Learner):
             ModelError: the model cannot be loaded or gives non-finite numbers.
         """
         config = context.config
-        _warn_of_truncation(config.rollout)
         self.options = options
         algorithms = load_algorithms(config)
         self._total_steps = config.train.steps
@@ -288,18 +284,6 @@ class TorchLearner(Learner):
         with torch.no_grad():
             for parameter, value in zip(self.parameters, state["adapters"], strict=True):
                 parameter.copy_(value)
-
-
-def _warn_of_truncation(rollout: RolloutConfig) -> None:
-    cut = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    for key in (key for key, off in cut.items() if getattr(rollout, key) != off):
-        log.warning(
-            "rollout.%s = %s: tokens are sampled from a truncated distribution but trained with log-probs of the full "
-            "one, so the gradient is biased; set it to %s to train on what is sampled",
-            key,
-            getattr(rollout, key),
-            cut[key],
-        )
 
 
 def split_by_group(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from relax_gym.config import Options, RunConfig, Section
+from relax_gym.config import Options, RunConfig, Section, load_algorithms
 from relax_gym.errors import ConfigError
 
 
@@ -49,6 +49,12 @@ class TorchLearnerOptions(Options):
             raise ConfigError(
                 f"learner.updates_per_step = {self.updates_per_step} does not divide train.groups_per_step = "
                 f"{config.train.groups_per_step}; every update must get the same number of groups"
+            )
+        if self.updates_per_step > 1 and any(algorithm.filter_quantiles for algorithm in load_algorithms(config)):
+            raise ConfigError(
+                f"algorithm.filter_quantiles leaves a number of groups that learner.updates_per_step = "
+                f"{self.updates_per_step} need not divide, and every update must get the same number; set "
+                "updates_per_step = 1, or use filter_mean_range, which replaces what it drops"
             )
 
 

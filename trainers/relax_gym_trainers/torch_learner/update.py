@@ -78,8 +78,8 @@ def check_sampled(samples: Sequence[TrainingSample], *, step: int) -> None:
         if broken.size:
             raise TrainingError(
                 f"the sampler reported {broken[0]} as log-prob of a token that it sampled, in segment {sample.segment} "
-                f"of episode {sample.episode_id!r} of step {step}; no weight has changed. The log-prob of what was "
-                "sampled is finite: check that the sampler gives that of the token it returns, its weights and its dtype"
+                f"of episode {sample.episode_id!r} of step {step}; no weight has changed. The log-prob of a token "
+                "that can be sampled is finite: check which one the sampler reports, its weights and its dtype"
             )
 
 
