@@ -201,6 +201,8 @@ class RunConfig(Section):
         names = [reward.name for reward in self.reward]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"reward names are {names}; give at least one and each only once")
+        if taken := {"mean", "std"}.intersection(names):
+            raise ValueError(f"reward names are {names}; {min(taken)!r} is taken by the metric reward/{min(taken)}")
         return self
 
 

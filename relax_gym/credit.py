@@ -15,13 +15,15 @@ from relax_gym.trajectory import to_samples, with_advantage
 from relax_gym.types import Group, TrainingSample, Trajectory
 
 UNSCORED = "unscored"
+RESERVED_KINDS = ("train", "eval", "queued")
+"""What episodes that no filter dropped are called on disk."""
 
 
 def drop_reason(group: Group, algorithm: Algorithm) -> str | None:
     """Why a group is not worth training on, judged by its raw rewards; None when it is.
 
     Raises:
-        TrainingError: the user's own filter returned something else than a reason or None.
+        TrainingError: the user's own filter returned something else than a reason or None, or a reserved word.
     """
     scored = group.rewards[~np.isnan(group.rewards)]
     if scored.size == 0:
@@ -41,6 +43,11 @@ def drop_reason(group: Group, algorithm: Algorithm) -> str | None:
         raise TrainingError(
             f"algorithm.filter {algorithm.filter!r} returned {reason!r}; it must return a reason (text) to drop the "
             "group, or None to keep it"
+        )
+    if reason in RESERVED_KINDS:
+        raise TrainingError(
+            f"algorithm.filter {algorithm.filter!r} returned {reason!r}, which is what episodes that were not dropped "
+            f"are called on disk ({', '.join(RESERVED_KINDS)}); give the reason another name"
         )
     return reason
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
 from relax_gym.types import FinishReason, Metrics, TrainingSample, Trajectory
+
+log = logging.getLogger("relax_gym")
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -33,6 +36,22 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     out.update(_reward_parts(trajectories))
     for reason, times in Counter(t.stop_reason for t in trajectories).items():
         out[f"stop/{reason}"] = times / count
+    return out
+
+
+def merged(*parts: Metrics) -> Metrics:
+    """All metrics together. A name that two parts use is logged as a warning: the later one hides the other."""
+    out: Metrics = {}
+    for part in parts:
+        for name in sorted(out.keys() & part.keys()):
+            log.warning(
+                "metric %s is %g and %g in one step, and the latter is kept; a reward's metrics() and the other "
+                "numbers of the mapping it returns share the names reward/<name>/<key>: rename one in the reward",
+                name,
+                out[name],
+                part[name],
+            )
+        out |= part
     return out
 
 

@@ -69,8 +69,8 @@ class RolloutQueue:
     async def _finish(self, slot: int, group: Group | None) -> None:
         if slot in self._ready:
             raise ValueError(f"slot {slot} was handed in twice")
+        self._ready[slot] = group  # before anything is awaited: a cancellation must not lose it
         async with self._changed:
-            self._ready[slot] = group
             self._changed.notify_all()
 
     async def get(self, step: int) -> list[Group]:
@@ -78,10 +78,12 @@ class RolloutQueue:
         slots = range(step * self._per_step, (step + 1) * self._per_step)
         async with self._changed:
             await self._changed.wait_for(lambda: all(slot in self._ready for slot in slots))
-        groups = [group for slot in slots if (group := self._ready.pop(slot)) is not None]
-        self.consumed += len(groups)
-        for group in groups:
+        groups = [group for slot in slots if (group := self._ready[slot]) is not None]
+        for group in groups:  # before they leave: what is refused still waits, and is kept with what waits
             self._check_lag(step, group)
+        for slot in slots:
+            del self._ready[slot]
+        self.consumed += len(groups)
         return groups
 
     def _check_lag(self, step: int, group: Group) -> None:

@@ -21,7 +21,7 @@ from relax_gym.curve import draw_curve
 from relax_gym.errors import RelaxGymError, TrainingError
 from relax_gym.evaluate import evaluate
 from relax_gym.learner import Learner
-from relax_gym.metrics import episode_metrics, staleness_metrics
+from relax_gym.metrics import episode_metrics, merged, staleness_metrics
 from relax_gym.play import Episode, close_sessions
 from relax_gym.plugins import plugins
 from relax_gym.rollout_queue import RolloutQueue
@@ -165,7 +165,7 @@ class Trainer:
         try:
             for attempt in range(replacements + 1):
                 group = await self._play_group(slot, attempt, sessions)
-                reason = drop_reason(group, self._parts.algorithms[group.mixture])
+                reason = self._drop_reason(group)
                 if reason is None:
                     return await self._queue.put(slot, group)
                 self._record_drop(self._step_of(slot), group, reason)
@@ -178,6 +178,13 @@ class Trainer:
 
     async def _play_group(self, slot: int, attempt: int, sessions: list[Session]) -> Group:
         seed = self._config.seed
+    def _drop_reason(self, group: Group) -> str | None:
+        try:
+            return drop_reason(group, self._parts.algorithms[group.mixture])
+        except BaseException:  # the user's filter; the group is finished, and in no other hands yet
+            self._folder.add_group(self._step_of(group.slot), group, kind="queued")
+            raise
+
         task = self._parts.tasks.task(slot, attempt)
         group_id = f"{slot}" if attempt == 0 else f"{slot}r{attempt}"
         episodes = [
@@ -244,10 +251,9 @@ class Trainer:
         await self._publish()
         clock.lap("publish")
         metrics = {
-            **episode_metrics(trajectories),
+            **merged(episode_metrics(trajectories), self._engine_metrics()),
             **staleness_metrics(samples, step),
             **{f"learner/{key}": value for key, value in learner.items()},
-            **self._engine_metrics(),
             **{f"queue/dropped_{reason}": count for reason, count in dropped.items()},
             "queue/empty_slots": self._config.train.groups_per_step - len(groups),
             **clock.metrics(batch.trained_tokens),

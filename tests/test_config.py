@@ -98,6 +98,8 @@ def test_dump_then_load_is_the_identity(seed: int, temperature: float, stop: lis
         ),
         ({"reward": [{"name": "exact_mach"}]}, "unknown reward 'exact_mach'; did you mean 'exact_match'?"),
         ({"reward": [{"name": "env"}, {"name": "env"}]}, "reward names are ['env', 'env']"),
+        ({"reward": [{"name": "mean"}]}, "reward names are ['mean']; 'mean' is taken by the metric reward/mean"),
+        ({"reward": [{"name": "env"}, {"name": "std"}]}, "'std' is taken by the metric reward/std"),
         ({"algorithm": {"name": "grpoo"}}, "unknown algorithm 'grpoo'; did you mean 'grpo'?"),
         (
             {"algorithm": {"name": "grpo", "clip_hi": 0.3}},

@@ -270,6 +270,17 @@ def test_k76_filters_look_at_raw_rewards_not_at_shaped_ones():
     assert drop_reason(varied, dapo) is None
 
 
+def calls_it_eval(group):
+    return "eval"
+
+
+def test_a_filter_may_not_call_what_it_drops_as_what_was_kept_is_called():
+    with pytest.raises(
+        TrainingError, match=r"returned 'eval', which is what .* \(train, eval, queued\); give the reason"
+    ):
+        drop_reason(group([0.0, 1.0]), build("grpo", filter="test_credit:calls_it_eval"))
+
+
 def test_a_filter_that_returns_anything_but_a_reason_ends_the_run():
     with pytest.raises(TrainingError, match=r"'test_credit:broken' returned True; it must return a reason"):
         drop_reason(group([0.0, 1.0]), build("grpo", filter="test_credit:broken"))

@@ -300,11 +300,11 @@ def test_faults_of_helpers_are_the_envs() -> None:
 def test_an_attribute_error_inside_a_property_is_the_envs_failure_not_a_missing_member(env: str) -> None:
     async def ask(driver: EnvDriver) -> None:
         await driver.reset()
-        with pytest.raises(EnvFailure, match="AttributeError: .* has no attribute 'tolos'"):
+        with pytest.raises(EnvFailure, match=r"AttributeError: .* has no attribute 'tolos'"):
             driver.tools()
-        with pytest.raises(EnvFailure, match="AttributeError: .* has no attribute 'exprt'"):
+        with pytest.raises(EnvFailure, match=r"AttributeError: .* has no attribute 'exprt'"):
             driver.offers("expert_action")
-        with pytest.raises(EnvFailure, match="AttributeError: .* has no attribute 'exprt'"):
+        with pytest.raises(EnvFailure, match=r"AttributeError: .* has no attribute 'exprt'"):
             await driver.act("expert_action")
         with pytest.raises(EnvFailure, match=r"the env has no random_action\(\)"):
             await driver.act("random_action")

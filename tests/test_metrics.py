@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from train_cases import half_a, run, trainer
 
 from relax_gym.cli.runs import evaluation_rows
 from relax_gym.metrics import accuracy, evaluation_metrics
+from relax_gym.scoring import WeightedReward
 from relax_gym.types import EpisodeError, StopReason, Task, Trajectory
 
 
@@ -64,3 +67,19 @@ def test_the_log_and_the_command_line_tell_the_same() -> None:
         ("test/A-v0", "4", "0.667", "0.500"),
         ("test/B-v0", "1", "0.500", "-"),
     ]
+
+
+def test_a_name_that_is_logged_twice_in_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Judge:
+        def __call__(self, trajectory: Trajectory) -> dict[str, float]:
+            return {"score": 1.0, "calls": 0.5, "other": 2.0}
+
+        def metrics(self) -> dict[str, float]:
+            return {"calls": 8.0}
+
+    loop = trainer(tmp_path, half_a, train={"steps": 1})
+    loop._player._rewards = [WeightedReward(name="judge", weight=1.0, reward=Judge(), key="score")]
+    metrics = run(loop).metrics
+    assert (metrics["reward/judge/calls"], metrics["reward/judge/other"]) == (8.0, 2.0)
+    (warning,) = [record.getMessage() for record in caplog.records if "rename one" in record.getMessage()]
+    assert warning.startswith("metric reward/judge/calls is 0.5 and 8 in one step, and the latter is kept; ")

@@ -102,14 +102,28 @@ def test_k99_dropped_slots_are_counted_and_their_step_goes_on() -> None:
 
 
 def test_k100_a_stale_token_is_refused_at_the_learner() -> None:
-    async def main() -> None:
+    async def main() -> list[int]:
         queue = RolloutQueue(groups_per_step=1, max_staleness=1, first_step=5, last_step=9)
         await queue.admit()
         await queue.put(5, group(5, 3))
-        await queue.get(5)
+        with pytest.raises(StalenessError, match="version 3, 2 behind version 5; max_staleness is 1"):
+            await queue.get(5)
+        return [waiting.slot for waiting in queue.waiting()]
 
-    with pytest.raises(StalenessError, match="version 3, 2 behind version 5; max_staleness is 1"):
-        asyncio.run(main())
+    assert asyncio.run(main()) == [5]  # and stays, so that the end of the run keeps it
+
+
+def test_a_group_handed_in_is_there_even_if_the_one_who_does_is_cancelled() -> None:
+    async def main() -> list[int]:
+        queue = RolloutQueue(groups_per_step=1, max_staleness=1, first_step=0, last_step=1)
+        async with queue._changed:
+            put = asyncio.create_task(queue.put(0, group(0, 0)))
+            await settle()
+            put.cancel()
+            await asyncio.gather(put, return_exceptions=True)
+        return [waiting.slot for waiting in queue.waiting()]
+
+    assert asyncio.run(main()) == [0]
 
 
 def test_a_slot_handed_in_twice_is_a_bug() -> None:

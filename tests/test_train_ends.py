@@ -19,7 +19,7 @@ from relax_gym.run_folder import read_lines
 from relax_gym.sampler import Weights
 from relax_gym.testing import RecordingLearner
 from relax_gym.train import train
-from relax_gym.types import Batch
+from relax_gym.types import Batch, Group
 
 
 class Observer:
@@ -204,6 +204,22 @@ def test_groups_are_kept_when_the_learner_raises(tmp_path: Path) -> None:
     assert kinds(tmp_path / "run") == {"train": ["0", "1"], "queued": ["2", "3", "4", "5"]}
     steps = {line["group_id"]: line["step"] for line in read_lines(tmp_path / "run" / "episodes.jsonl")}
     assert steps == {"0": 1, "1": 1, "2": 2, "3": 2, "4": 3, "5": 3}
+
+
+def cannot_say(group: Group) -> str | None:
+    """A filter of the user's with a bug."""
+    raise ZeroDivisionError("no episodes?")
+
+
+def test_a_group_whose_filter_raises_is_kept(tmp_path: Path) -> None:
+    algorithm = {"name": "grpo", "filter": "test_train_ends:cannot_say"}
+    loop = trainer(tmp_path, half_a, train={"groups_per_step": 1, "group_size": 2}, algorithm=algorithm)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop)
+    assert caught.group_contains(ZeroDivisionError, match="no episodes")
+    assert kinds(tmp_path / "run") == {"queued": ["0"]}
+    lines = list(read_lines(tmp_path / "run" / "episodes.jsonl"))
+    assert [(line["step"], line["episode_id"]) for line in lines] == [(1, "0-0"), (1, "0-1")]
 
 
 class Mute(relax_gym.Env):
