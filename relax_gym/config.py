@@ -212,16 +212,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: names the file, key, value, what is allowed and the nearest key.
     """
-    path = Path(path)
+    data = read_toml(Path(path))
+    for override in overrides:
+        _set(data, override)
+    return parse_config(data, source=str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as it is. Raises ConfigError when it cannot be read."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for override in overrides:
-        _set(data, override)
-    return parse_config(data, source=str(path))
 
 
 def parse_config(data: Mapping[str, Any], *, source: str = "config") -> RunConfig:

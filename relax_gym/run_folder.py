@@ -3,6 +3,7 @@ line by line, so a process killed at any moment leaves a folder that `--resume` 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from relax_gym.config import RunConfig, dump_config, load_config
+from relax_gym.config import RunConfig, dump_config, read_toml, validate
 from relax_gym.errors import RunFolderError
 from relax_gym.plugins import plugins
 from relax_gym.redaction import mask_text, masked
@@ -36,6 +37,7 @@ class RunFolder:
 
     Raises:
         RunFolderError: it cannot be written, holds a run already, or (resuming) holds another run or none.
+        ConfigError: (resuming) its config cannot be read.
     """
 
     def __init__(self, config: RunConfig, *, resume: bool) -> None:
@@ -46,8 +48,8 @@ class RunFolder:
         self._config_path = self.path / "config.toml"
         self._config = config
         self._resume = resume
-        self._check()
-        with self._explained():
+        check_run_folder(config, resume=resume)
+        with _explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
@@ -60,36 +62,17 @@ class RunFolder:
         Raises:
             RunFolderError: as above; another process may have come first.
         """
-        self._check()
+        check_run_folder(self._config, resume=self._resume)
         if self._resume:
             self._note_other_steps()
-        with self._explained():
+        with _explained(self.path):
             if not self._resume:
                 _write(self.path / "manifest.json", json.dumps(self._manifest(), indent=2, default=str).encode())
             _write(self._config_path, dump_config(self._config).encode())  # last: it is what makes this a run folder
             self.truncate(start_step or -1)
 
-    def _check(self) -> None:
-        if self._resume:
-            self._check_same_run()
-        elif self._config_path.exists():
-            raise RunFolderError(
-                f"run folder {str(self.path)!r} already holds a run; continue it with --resume, or choose another with "
-                f"--set run_dir=..., or delete it"
-            )
-
-    def _check_same_run(self) -> None:
-        if not self._config_path.exists():
-            raise RunFolderError(f"nothing to resume: {str(self.path)!r} holds no run; leave out --resume to start one")
-        old, new = masked(load_config(self._config_path)), masked(self._config)
-        old["train"].pop("steps"), new["train"].pop("steps")
-        changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
-        if changed:
-            lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)
-            raise RunFolderError(f"{str(self.path)!r} holds another run ({lines}); resume it with its own config")
-
     def _note_other_steps(self) -> None:
-        before, now = load_config(self._config_path).train.steps, self._config.train.steps
+        before, now = _kept(self._config_path).train.steps, self._config.train.steps
         if before != now:
             log.warning(
                 "train.steps was %d and is %d: a learning-rate schedule over all steps goes on as one over %d",
@@ -97,16 +80,6 @@ class RunFolder:
                 now,
                 now,
             )
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunFolderError(
-                f"cannot write run folder {str(self.path)!r}: {error.strerror or error}; "
-                "choose another with --set run_dir=..."
-            ) from error
 
     def _manifest(self) -> dict[str, Any]:
         return {
@@ -158,6 +131,51 @@ class RunFolder:
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of every complete checkpoint, oldest first."""
         return list_checkpoints(self.path)
+
+
+def check_run_folder(config: RunConfig, *, resume: bool) -> None:
+    """Write nothing and raise what RunFolder would, but for what only a write shows, such as a full disk."""
+    path = Path(config.run_dir)
+    with _explained(path):
+        begun = (path / "config.toml").exists()
+        existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(existing, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if resume:
+        _check_same_run(config, path)
+    elif begun:
+        raise RunFolderError(
+            f"run folder {str(path)!r} already holds a run; continue it with --resume, or choose another with "
+            f"--set run_dir=..., or delete it"
+        )
+
+
+def _check_same_run(config: RunConfig, path: Path) -> None:
+    if not (path / "config.toml").exists():
+        raise RunFolderError(f"nothing to resume: {str(path)!r} holds no run; leave out --resume to start one")
+    old, new = _kept(path / "config.toml").model_dump(mode="json"), masked(config)
+    old["train"].pop("steps"), new["train"].pop("steps")
+    changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
+    if changed:
+        lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)
+        raise RunFolderError(f"{str(path)!r} holds another run ({lines}); resume it with its own config")
+
+
+def _kept(path: Path) -> RunConfig:
+    """The config that a run folder keeps. Plugins do not check it: they might refuse the masks of their secrets."""
+    return validate(RunConfig, read_toml(path), source=str(path))
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write run folder {str(path)!r}: {error.strerror or error}; choose another with --set run_dir=..."
+        ) from error
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -24,6 +24,7 @@ from relax_gym.learner import Learner
 from relax_gym.metrics import episode_metrics, merged, staleness_metrics
 from relax_gym.play import Episode, close_sessions
 from relax_gym.plugins import plugins
+from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import RolloutQueue
 from relax_gym.run_folder import RunFolder
 from relax_gym.sampler import Session
@@ -51,6 +52,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     Raises:
         RelaxGymError: anything the user can act on; the run folder keeps all that was finished.
     """
+    check_secrets(config)
     folder = RunFolder(config, resume=resume)
     with _log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
