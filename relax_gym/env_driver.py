@@ -77,7 +77,8 @@ class EnvDriver:
 
     def tools(self) -> list[Tool]:
         """The tools that the model is shown. Raises EnvFailure."""
-        return self._attribute("tools", (), list)
+        tools: list[Tool] = self._attribute("tools", (), list)
+        return tools
 
     async def close(self) -> None:
         """Close the env if there is one. A failing close is logged: the episode it belongs to is over."""

@@ -11,7 +11,6 @@ from relax_gym.config import RunConfig
 from relax_gym.env_driver import EnvDriver, EnvFailure
 from relax_gym.errors import ConfigError, TemplateError, reason
 from relax_gym.types import Task, Tool
-from relax_gym.warmup import check_expert
 from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvProbe:
-    """What one env was built from, and the tools it came with. `key` is where the config says so."""
+    """What one env was built from, and the tools it came with, if any yet. `key` is where the config says so."""
 
     key: str
     task: Task
@@ -70,13 +69,32 @@ async def _probe(
     task = Task(env_id=env_id, seed=0, kwargs=kwargs)
     driver = EnvDriver(task, threads, config.rollout.step_timeout)
     try:
-        env = await driver.build()
+        await driver.build()
         if config.warmup is not None:
-            check_expert(env, config.warmup.expert_probability)
-        return EnvProbe(key=key, task=task, tools=driver.tools())
+            _check_expert(driver, config.warmup.expert_probability)
+        return EnvProbe(key=key, task=task, tools=_tools(driver))
     except EnvFailure as failure:
         cause = failure.__cause__
         why = str(failure) if failure.timed_out or cause is None else reason(cause)
         raise refused(key, f"env {env_id!r}", kwargs, why) from failure
     finally:
         await driver.close()
+
+
+def _check_expert(driver: EnvDriver, expert_probability: float) -> None:
+    """Raise ConfigError unless the env can say what an expert, and other legal actions if they are wanted, would do."""
+    needed = ("expert_action",) if expert_probability == 1 else ("expert_action", "random_action")
+    if not all(map(driver.offers, needed)):
+        assert driver.env is not None
+        raise ConfigError(
+            f"[warmup] needs {type(driver.env.unwrapped).__name__}.expert_action(), and random_action() if "
+            "expert_probability < 1; add them or leave [warmup] out"
+        )
+
+
+def _tools(driver: EnvDriver) -> list[Tool]:
+    """The tools as far as they are known: an env need not have them before its first `reset`."""
+    try:
+        return driver.tools()
+    except EnvFailure:
+        return []

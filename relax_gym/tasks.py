@@ -41,7 +41,8 @@ class TaskSource:
 
     Envs backed by rows go through every training row once an epoch, in an order shuffled by the run's seed. Evaluation
     plays each of its rows once at most: those of `eval_kwargs`, else the share `eval_fraction` of the env's own. Which
-    rows that share is depends on nothing else, so no other option can move a row from one side to the other.
+    rows that share is depends on their number and the fraction only, so no other option can move a row from one side to
+    the other, and two envs over the same rows hold out the same ones.
     """
 
     def __init__(self, envs: Sequence[EnvConfig], *, seed: int, eval_episodes: int) -> None:
@@ -98,7 +99,7 @@ class TaskSource:
                 "for evaluation; raise env.eval_fraction, give the evaluation rows in eval_kwargs or set "
                 "eval.episodes = 0"
             )
-        order = np.random.default_rng(derive_seed("split", env.id)).permutation(len(rows))
+        order = np.random.default_rng(derive_seed("split", len(rows))).permutation(len(rows))
         return _Mixed(env, _Picked(rows, order[held_out:]), _Picked(rows, order[:held_out]))
 
     def _choose(self, slot: int) -> tuple[int, int]:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from relax_gym.actor import Actor
 from relax_gym.config import WarmupConfig
-from relax_gym.env import Env, attribute
 from relax_gym.env_driver import EnvDriver
-from relax_gym.errors import ConfigError
 from relax_gym.play import Episode, Player
 from relax_gym.sampler import Session
 from relax_gym.tasks import TaskSource, derive_seed
@@ -27,24 +25,12 @@ class Demonstrations:
     errors: int
 
 
-def check_expert(env: Env, expert_probability: float) -> None:
-    """Raise ConfigError unless the env can say what an expert, and other legal actions if they are wanted, would do."""
-    needed = ("expert_action",) if expert_probability == 1 else ("expert_action", "random_action")
-    if any(attribute(env, name) is None for name in needed):
-        raise ConfigError(
-            f"[warmup] needs {type(env.unwrapped).__name__}.expert_action(), and random_action() if "
-            "expert_probability < 1; add them or leave [warmup] out"
-        )
-
-
 async def demonstrations(
     config: WarmupConfig, player: Player, tasks: TaskSource, *, seed: int
 ) -> AsyncIterator[Demonstrations]:
     """The expert (now and then: any legal action) plays the episodes of each warm-up step. Failed ones are left out."""
 
     def open_session(driver: EnvDriver, session_seed: int) -> Session:
-        assert driver.env is not None
-        check_expert(driver.env, config.expert_probability)
         rng = random.Random(session_seed)
         kinds = ("random_action", "expert_action")
         return Actor(lambda: driver.act(kinds[rng.random() < config.expert_probability]), player.renderer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import relax_gym
 from relax_gym.build import build_parts
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import ChatConfig, RunConfig, parse_config
+from relax_gym.env_driver import EnvDriver
 from relax_gym.errors import ConfigError, TemplateError
 from relax_gym.plugins import plugins
 from relax_gym.preflight import check_tools, probe_envs
 from relax_gym.registry import list_envs
 from relax_gym.testing import tiny_tokenizer
 from relax_gym.tools import ToolEnv
+from relax_gym.workers import WorkerThreads
 
 NO_TOOLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
@@ -30,6 +33,18 @@ class Search(ToolEnv):
     def look(self, word: str) -> str:
         """Look a word up."""
         return word
+
+
+class Later(relax_gym.Env):
+    """Knows its tools after `reset` only."""
+
+    @property
+    def tools(self) -> Any:  # type: ignore[override]
+        return self.known
+
+    def reset(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.known = [{"type": "function", "function": {"name": "late", "description": "", "parameters": {}}}]
+        return relax_gym.user("?"), {}
 
 
 class Short:
@@ -45,7 +60,11 @@ class Short:
 
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
-    for name, env in (("test/PreflightFaulty-v0", Faulty), ("test/PreflightSearch-v0", Search)):
+    for name, env in (
+        ("test/PreflightFaulty-v0", Faulty),
+        ("test/PreflightSearch-v0", Search),
+        ("test/PreflightLater-v0", Later),
+    ):
         if name not in list_envs():
             relax_gym.register(name, env)
     if "preflight_short" not in plugins().tables["reward"].names():
@@ -135,6 +154,23 @@ def test_tools_that_the_chat_template_cannot_show_are_refused_at_the_start() -> 
     check_tools(probes, ChatRenderer(tiny_tokenizer(chat_template=NO_TOOLS), ChatConfig(tool_role="user")))
     with pytest.raises(TemplateError, match=r"^env.1.kwargs: env 'test/PreflightSearch-v0': "):
         check_tools(probes, ChatRenderer(tiny_tokenizer(chat_template=NO_TOOLS)))
+
+
+def test_tools_that_an_env_has_after_reset_only_are_no_fault_before() -> None:
+    probes = probe_envs(config({"id": "test/PreflightLater-v0"}))
+    assert [list(probe.tools) for probe in probes] == [[], []]
+    check_tools(probes, ChatRenderer(tiny_tokenizer(chat_template=NO_TOOLS)))
+
+    async def after_reset() -> list[str]:
+        threads = WorkerThreads("env")
+        driver = EnvDriver(relax_gym.Task(env_id="test/PreflightLater-v0", seed=0), threads, 5.0)
+        await driver.reset()
+        names = [tool["function"]["name"] for tool in driver.tools()]
+        await driver.close()
+        threads.close()
+        return names
+
+    assert asyncio.run(after_reset()) == ["late"]
 
 
 def test_build_parts_checks_the_tools(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@ import json
 import numpy as np
 import pytest
 
+import relax_gym
 from relax_gym.config import EnvConfig
 from relax_gym.errors import ConfigError
 from relax_gym.tasks import EVAL_SEEDS, TaskSource
+from relax_gym_envs.dataset import DatasetEnv
 
 GUESS = EnvConfig(id="relax_gym/GuessNumber-v0")
 
@@ -55,6 +57,18 @@ def test_what_is_held_out_depends_on_the_rows_alone(tmp_path) -> None:
     two, all_four = (prompts(source.eval_tasks()) for source in sources[1:])
     assert two == all_four[:2]
     assert set(all_four) == {f"q{i}" for i in range(40)} - trained[0]
+
+
+def test_two_ids_over_the_same_rows_hold_out_the_same_ones(tmp_path) -> None:
+    if "test/OtherDataset-v0" not in relax_gym.list():
+        relax_gym.register("test/OtherDataset-v0", DatasetEnv)
+    one = rows(tmp_path, 40)
+    other = one.model_copy(update={"id": "test/OtherDataset-v0"})
+    source = TaskSource([one, other], seed=0, eval_episodes=4)
+    held_out = prompts(source.eval_tasks())
+    assert held_out[:4] == held_out[4:]
+    trained = set(prompts(source.task(slot) for slot in range(200)))
+    assert trained == {f"q{i}" for i in range(40)} - set(held_out)
 
 
 def test_fewer_held_out_rows_than_episodes_is_said_and_none_is_played_twice(tmp_path) -> None:
