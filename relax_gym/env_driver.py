@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import threading
@@ -41,7 +42,7 @@ class EnvDriver:
         self._threads = threads
         self._worker: Worker | None = None
         self._timeout = step_timeout
-        self._closed = False
+        self._closed = self._stuck = False
         self._handover = threading.Lock()
 
     async def build(self) -> Env:
@@ -81,11 +82,16 @@ class EnvDriver:
         return tools
 
     async def close(self) -> None:
-        """Close the env if there is one. A failing close is logged: the episode it belongs to is over."""
+        """Close the env if there is one. A failing close is logged: the episode it belongs to is over.
+
+        An env whose own thread is stuck is closed there once it comes back, which nobody waits for.
+        """
         with self._handover:
             env, self.env, self._closed = self.env, None, True
         try:
-            if env is not None:
+            if env is not None and self._worker is not None and self._stuck:
+                self._worker.post(functools.partial(self._close_here, env))
+            elif env is not None:
                 await self._run("close", self._call(env.close))
         except EnvFailure:
             self._log_failing_close()
@@ -118,11 +124,15 @@ class EnvDriver:
             if not self._closed:
                 self.env = env
                 return
-        try:  # made too late: the episode is over and nobody else will close this env
+        self._close_here(env)  # made too late: the episode is over and nobody else will close this env
+
+    def _close_here(self, env: Env) -> None:
+        """Runs in the worker."""
+        try:
             closing = env.close()  # type: ignore[func-returns-value]
             if inspect.isawaitable(closing):
                 asyncio.run(awaited(closing))
-        except Exception:
+        except (Exception, SystemExit):
             self._log_failing_close()
 
     async def _run(self, what: str, call: Awaitable[T]) -> T:
@@ -146,7 +156,11 @@ class EnvDriver:
         if inspect.iscoroutinefunction(method):
             return await within(self._timeout, method(*args, **kwargs))
         call = self._threads.call if self._worker is None else self._worker.call
-        result = await call(lambda: method(*args, **kwargs), timeout=self._timeout)
+        try:
+            result = await call(lambda: method(*args, **kwargs), timeout=self._timeout)
+        except WorkerTimeout:
+            self._stuck = True
+            raise
         return await within(self._timeout, result) if inspect.isawaitable(result) else result
 
     def _log_failing_close(self) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import logging
 import queue
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_Job = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+log = logging.getLogger("relax_gym")
 
 
 class WorkerTimeout(TimeoutError):
@@ -39,15 +40,19 @@ class Worker:
     """One daemon thread that runs jobs one after the other."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     async def call(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
         """Run `function(*args)` here. Raises WorkerTimeout when it takes longer; the thread then is still busy."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((lambda: function(*args), loop, future))
+        self._jobs.put(functools.partial(_run, functools.partial(function, *args), loop, future))
         return await within(timeout, future)
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Run a job that nobody waits for, after those that are here already. It must not raise."""
+        self._jobs.put(job)
 
     def stop(self) -> None:
         """End the thread after the jobs it has."""
@@ -55,18 +60,30 @@ class Worker:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            function, loop, future = job
-            try:
-                result, error = function(), None
-            except BaseException as raised:  # SystemExit in user code must not kill the thread silently
-                result, error = None, raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
-                loop.call_soon_threadsafe(_resolve, future, result, error)
-            del function, future, result, error, job
+            job()
+            del job
+
+
+def _run(function: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:
+    try:
+        result, error = function(), None
+    except BaseException as raised:  # SystemExit in user code must not kill the thread silently
+        result, error = None, raised
+    try:
+        loop.call_soon_threadsafe(_resolve, future, result, error)
+    except RuntimeError:  # the loop is closed
+        _log_unheard(error)
+    del function, future, result, error
+
+
+def _log_unheard(error: BaseException | None) -> None:
+    if error is not None:
+        log.warning("a call failed in its thread after its caller had stopped waiting for it", exc_info=error)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
+        _log_unheard(error)
         return
     if error is None:
         future.set_result(result)
@@ -123,6 +140,15 @@ class WorkerThreads:
             self._idle.pop().stop()
 
 
+class _LoopThread:
+    """A thread, the event loop that is run in it, and whether it is in a call."""
+
+    def __init__(self, name: str) -> None:
+        self.worker = Worker(name)
+        self.coroutines = asyncio.Runner()
+        self.busy = False
+
+
 class LimitedThread:
     """Lets synchronous code call functions that may hang, coroutine functions too: in one thread, with a limit each."""
 
@@ -130,7 +156,7 @@ class LimitedThread:
         self.saw_coroutines = False
         self._name, self._seconds = name, seconds
         self._waiting = asyncio.Runner()
-        self._start()
+        self._thread = _LoopThread(name)
 
     def __enter__(self) -> LimitedThread:
         return self
@@ -142,32 +168,27 @@ class LimitedThread:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the function returns. Raises TimeoutError when it hangs; later calls are then made in a new thread."""
         try:  # a coroutine's own limit comes first: it is cancelled and its thread can go on
-            job = functools.partial(self._run, function, *args, **kwargs)
-            return self._waiting.run(self._worker.call(job, timeout=self._seconds + 0.5))
+            job = functools.partial(self._run, self._thread, function, *args, **kwargs)
+            return self._waiting.run(self._thread.worker.call(job, timeout=self._seconds + 0.5))
         except WorkerTimeout as error:
-            if self._busy:
+            if self._thread.busy:
                 self._leave(0.0)
-                self._start()
+                self._thread = _LoopThread(self._name)
             raise TimeoutError(f"{function.__name__} took longer than {self._seconds:g} s") from error
 
     def _leave(self, seconds: float) -> None:
         """The thread closes its loop and ends, once it can."""
         with contextlib.suppress(WorkerTimeout):
-            self._waiting.run(self._worker.call(self._coroutines.close, timeout=seconds))
-        self._worker.stop()
+            self._waiting.run(self._thread.worker.call(self._thread.coroutines.close, timeout=seconds))
+        self._thread.worker.stop()
 
-    def _start(self) -> None:
-        self._worker = Worker(self._name)
-        self._coroutines = asyncio.Runner()
-        self._busy = False
-
-    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._busy = True
+    def _run(self, thread: _LoopThread, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        thread.busy = True  # of this thread: one that was left behind may come back during a later call
         try:
             result = function(*args, **kwargs)
             if inspect.isawaitable(result):
                 self.saw_coroutines = True
-                result = self._coroutines.run(within(self._seconds, result))
+                result = thread.coroutines.run(within(self._seconds, result))
             return result
         finally:
-            self._busy = False
+            thread.busy = False

@@ -310,3 +310,14 @@ def test_an_attribute_error_inside_a_property_is_the_envs_failure_not_a_missing_
             await driver.act("random_action")
 
     drive(ask, env)
+
+
+def test_the_close_of_an_env_whose_own_thread_is_stuck_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(EnvFailure, match=r"step took longer"):
+        drive(episode, "Bound", hang="step", timeout=0.1)
+    assert "close" not in [what for what, _ in calls]
+    assert caplog.text == ""  # it did not fail, it is still to come
+    release.set()
+    wait_for_close()
+    assert [what for what, _ in calls] == ["constructor", "reset", "expert_action", "step", "close"]
+    assert len({thread for _, thread in calls}) == 1

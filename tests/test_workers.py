@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from relax_gym.workers import LimitedThread, WorkerThreads, WorkerTimeout
+from relax_gym.workers import LimitedThread, Worker, WorkerThreads, WorkerTimeout
 
 
 def test_calls_run_off_the_loop_and_reuse_threads() -> None:
@@ -91,3 +91,63 @@ def test_a_limited_thread_outlives_functions_and_coroutines_that_hang() -> None:
                 thread.call(hang)
             assert thread.call(here) != first
         release.set()
+
+
+def test_a_thread_that_comes_back_during_a_later_call_changes_nothing() -> None:
+    first, second = threading.Event(), threading.Event()
+
+    def hang_while_the_first_comes_back() -> None:
+        first.set()
+        second.wait(20)
+
+    with LimitedThread("t", 0.05) as thread:
+        with pytest.raises(TimeoutError, match=r"wait took longer than 0.05 s"):
+            thread.call(first.wait, 20)
+        with pytest.raises(TimeoutError, match=r"hang_while_the_first_comes_back took longer"):
+            thread.call(hang_while_the_first_comes_back)
+        assert thread.call(lambda: 7) == 7
+        second.set()
+
+
+def test_what_a_call_raises_after_its_caller_has_left_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    def save() -> None:
+        release.wait(20)
+        raise OSError("disk is full")
+
+    async def main() -> None:
+        worker = Worker("learner")
+        saving = asyncio.create_task(worker.call(save))
+        await asyncio.sleep(0)
+        saving.cancel()
+        await asyncio.gather(saving, return_exceptions=True)
+        release.set()
+        assert await worker.call(lambda: 7) == 7  # the thread lives on
+        worker.stop()
+
+    asyncio.run(main())
+    (record,) = caplog.records
+    assert record.getMessage() == "a call failed in its thread after its caller had stopped waiting for it"
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "disk is full"
+
+
+def test_what_a_call_raises_after_the_loop_is_closed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    release, logged = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        release.wait(20)
+        raise OSError("disk is full")
+
+    async def main() -> Worker:
+        worker = Worker("t")
+        with pytest.raises(WorkerTimeout):
+            await worker.call(fail, timeout=0.01)
+        return worker
+
+    worker = asyncio.run(main())
+    release.set()
+    worker.post(lambda: logged.set())
+    assert logged.wait(20)
+    assert "OSError: disk is full" in caplog.text
