@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relax_gym.algorithm import Algorithm
 from relax_gym.chat import ChatRenderer
+from relax_gym.cleanup import Cleanup, closed_on_failure
 from relax_gym.config import PluginSection, RunConfig, load_algorithms, plugin_options
 from relax_gym.context import RunContext, Tracker
 from relax_gym.errors import reason
@@ -21,7 +23,7 @@ from relax_gym.preflight import check_tools, probe_envs, refused
 from relax_gym.redaction import check_secrets
 from relax_gym.registry import load
 from relax_gym.sampler import Sampler
-from relax_gym.scoring import WeightedReward
+from relax_gym.scoring import WeightedReward, close_rewards
 from relax_gym.tasks import TaskSource
 
 log = logging.getLogger("relax_gym")
@@ -44,6 +46,12 @@ class Parts:
             sampler=self.sampler, renderer=self.renderer, rewards=self.rewards, config=self.context.config.rollout
         )
 
+    async def aclose(self) -> None:
+        """Close them when they do not get to play."""
+        async with Cleanup() as cleanup:
+            cleanup.add(partial(close_rewards, self.rewards, timeout=self.context.config.rollout.reward_timeout))
+            cleanup.add(self.sampler.aclose)
+
 
 def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | None = None) -> Parts:
     """Everything but learner and trackers, which evaluation does without. `model_path` overrides `config.model`."""
@@ -55,41 +63,44 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
         torch.set_num_threads(config.threads)
     check_secrets(config, "sampler")  # of all the secrets, evaluation needs no other
     probes = probe_envs(config)
-    rewards = build_rewards(config)
-    tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
-    for shortage in tasks.shortages():
-        log.warning(shortage)
-    path = model_path or resolve_model(config.model)
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would tear the display apart
-    renderer = build_renderer(config, path)
-    check_tools(probes, renderer)
-    context = RunContext(
-        config=config,
-        run_dir=Path(config.run_dir),
-        model_path=path,
-        tokenizer=renderer.tokenizer,
-        start_step=start_step,
-    )
-    sampler: Sampler = build_component("sampler", config.sampler, context)
-    return Parts(
-        context=context,
-        renderer=renderer,
-        tasks=tasks,
-        algorithms=load_algorithms(config),
-        rewards=rewards,
-        sampler=sampler,
-    )
+    with closed_on_failure() as built:
+        rewards = build_rewards(config)
+        built.add(partial(close_rewards, rewards, timeout=config.rollout.reward_timeout))
+        tasks = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes)
+        for shortage in tasks.shortages():
+            log.warning(shortage)
+        path = model_path or resolve_model(config.model)
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would tear the display apart
+        renderer = build_renderer(config, path)
+        check_tools(probes, renderer)
+        context = RunContext(
+            config=config,
+            run_dir=Path(config.run_dir),
+            model_path=path,
+            tokenizer=renderer.tokenizer,
+            start_step=start_step,
+        )
+        return Parts(
+            context=context,
+            renderer=renderer,
+            tasks=tasks,
+            algorithms=load_algorithms(config),
+            rewards=rewards,
+            sampler=build_component("sampler", config.sampler, context),  # last: nothing can fail after it
+        )
 
 
 def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
     """The weighted terms of the reward. Raises ConfigError when a reward refuses its kwargs."""
-    terms = []
-    for index, term in enumerate(config.reward):
-        try:
-            reward = plugins().get("reward", term.name)(**term.kwargs)
-        except Exception as error:  # a constructor is the user's code; the advice is the same whatever it raises
-            raise refused(f"reward.{index}.kwargs", f"reward {term.name!r}", term.kwargs, reason(error)) from error
-        terms.append(WeightedReward(name=term.name, weight=term.weight, key=term.key, reward=reward))
+    terms: list[WeightedReward] = []
+    with closed_on_failure() as built:
+        built.add(partial(close_rewards, terms, timeout=config.rollout.reward_timeout))
+        for index, term in enumerate(config.reward):
+            try:
+                reward = plugins().get("reward", term.name)(**term.kwargs)
+            except Exception as error:  # a constructor is the user's code; the advice is the same whatever it raises
+                raise refused(f"reward.{index}.kwargs", f"reward {term.name!r}", term.kwargs, reason(error)) from error
+            terms.append(WeightedReward(name=term.name, weight=term.weight, key=term.key, reward=reward))
     return tuple(terms)
 
 
@@ -120,7 +131,12 @@ def _warn_of_truncation(config: RunConfig) -> None:
 
 def build_trackers(context: RunContext) -> list[Tracker]:
     """The trackers named in the config."""
-    return [build_component("tracker", section, context) for section in context.config.trackers]
+    trackers: list[Tracker] = []
+    with closed_on_failure() as built:
+        for section in context.config.trackers:
+            trackers.append(build_component("tracker", section, context))
+            built.add(trackers[-1].close)
+    return trackers
 
 
 def build_component(kind: str, section: PluginSection, context: RunContext, *more: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -30,3 +31,18 @@ class Cleanup(contextlib.AsyncExitStack):
                 log.exception("while the run was being closed after an error")
 
         self.push_async_exit(leave)
+
+
+@contextlib.contextmanager
+def closed_on_failure() -> Iterator[Cleanup]:
+    """What is built one after the other in the block is closed when the rest of it fails. For synchronous code."""
+    built = Cleanup()
+    try:
+        yield built
+    except BaseException as error:
+        asyncio.run(_leave(built, error))
+        raise
+
+
+async def _leave(built: Cleanup, error: BaseException) -> None:
+    await built.__aexit__(type(error), error, error.__traceback__)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_gym.build import Parts, build_parts
+from relax_gym.cleanup import Cleanup
 from relax_gym.config import RunConfig
 from relax_gym.errors import ConfigError
 from relax_gym.metrics import evaluation_metrics
@@ -55,9 +56,8 @@ def evaluate_run(config: RunConfig, *, model_path: Path | None = None, episodes:
 
 async def _evaluate_once(parts: Parts) -> EvalResult:
     player = parts.player()
-    await parts.sampler.start()
-    try:
+    async with Cleanup() as cleanup:
+        cleanup.add(parts.sampler.aclose)
+        cleanup.add(player.aclose)
+        await parts.sampler.start()
         return await evaluate(player, parts.tasks, greedy=parts.context.config.eval.greedy)
-    finally:
-        await player.aclose()
-        await parts.sampler.aclose()

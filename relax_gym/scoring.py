@@ -88,18 +88,23 @@ def reward_metrics(rewards: Sequence[WeightedReward]) -> Metrics:
     return out
 
 
-async def close_rewards(rewards: Sequence[WeightedReward], *, timeout: float, threads: WorkerThreads) -> None:
+async def close_rewards(
+    rewards: Sequence[WeightedReward], *, timeout: float, threads: WorkerThreads | None = None
+) -> None:
     """Close the rewards that have `close()`, sync or async. One that raises or hangs is logged: the run is over."""
+    lent = threads or WorkerThreads("reward")
     for term in rewards:
         close = getattr(term.reward, "close", None)
         if not callable(close):
             continue
         try:
-            closing = await threads.call(close, timeout=timeout)
+            closing = await lent.call(close, timeout=timeout)
             if inspect.isawaitable(closing):
                 await _limited(closing, timeout)
         except Exception:
             log.warning("reward %s: close() failed", term.name, exc_info=True)
+    if threads is None:
+        lent.close()
 
 
 def to_score(value: Any) -> float:

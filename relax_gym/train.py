@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from relax_gym.build import Parts, build_learner, build_parts, build_trackers
-from relax_gym.cleanup import Cleanup
+from relax_gym.cleanup import Cleanup, closed_on_failure
 from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
 from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, drop_reason
@@ -56,9 +56,13 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     folder = RunFolder(config, resume=resume)
     with _log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
-        parts = build_parts(config, start_step=start_step)
-        trackers = build_trackers(parts.context)
-        learner = build_learner(parts.context)
+        with closed_on_failure() as built:
+            parts = build_parts(config, start_step=start_step)
+            built.add(parts.aclose)
+            trackers = build_trackers(parts.context)
+            for tracker in trackers:
+                built.add(tracker.close)
+            learner = build_learner(parts.context)
         try:
             return asyncio.run(_run(Trainer(parts, learner, trackers, folder, checkpoint)))
         except BaseExceptionGroup as group:
