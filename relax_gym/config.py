@@ -72,6 +72,14 @@ class Options(Section):
     def check_run(self, config: RunConfig) -> None:
         """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""
 
+    def context_limit(self, positions: int | None) -> int | None:
+        """Of a sampler, its `max_context` for a model with so many positions, as far as it is known before it starts.
+
+        Raises:
+            ConfigError: they ask for more than the model has.
+        """
+        return positions
+
 
 class ModelConfig(Section):
     """`[model]`: which language model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 
 from relax_gym.actor import Actor
 from relax_gym.build import build_renderer, build_rewards
-from relax_gym.config import ModelConfig, RunConfig, dump_config, load_algorithms
+from relax_gym.cleanup import Cleanup, closed_on_failure
+from relax_gym.config import ModelConfig, RunConfig, dump_config, load_algorithms, plugin_options
 from relax_gym.env_driver import EnvDriver
-from relax_gym.errors import ModelError
-from relax_gym.models import resolve_model
+from relax_gym.errors import ModelError, RelaxGymError
+from relax_gym.models import positions, resolve_model
+from relax_gym.plugins import plugins
 from relax_gym.preflight import check_tools, probe_envs
 from relax_gym.redaction import check_secrets
 from relax_gym.rollout import Limits, rollout
+from relax_gym.run_folder import check_run_folder
 from relax_gym.sampler import SamplingParams, Session
 from relax_gym.scoring import WeightedReward, close_rewards, score
 from relax_gym.tasks import TaskSource
@@ -36,13 +39,13 @@ GARBAGE = "?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The model of a run. `context` is the most tokens it can see."""
+    """The model of a run. `context` is the most tokens it can see in the run's sampler, where that is known."""
 
     name: str
     path: Path
     architecture: str
     parameters: int
-    context: int
+    context: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +82,18 @@ def dry_run(config: RunConfig, *, resume: bool = False) -> DryRunReport:
     """
     check_secrets(config)
     probes = probe_envs(config)
-    rewards = build_rewards(config)
-    shortages = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes).shortages()
-    path = resolve_model(config.model)
-    model = _model_facts(config, path)
-    renderer = build_renderer(config, path)
-    check_tools(probes, renderer)
-    _resolve_teachers(config)
-    budget = min(config.rollout.token_budget or model.context, model.context)
-    rehearsals = asyncio.run(_rehearse(config, _first_tasks(config), renderer, rewards, budget))
+    with closed_on_failure() as built:
+        rewards = build_rewards(config)
+        built.add(partial(close_rewards, rewards, timeout=config.rollout.reward_timeout))
+        shortages = TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes).shortages()
+        path = resolve_model(config.model)
+        model = _model_facts(config, path)
+        renderer = build_renderer(config, path)
+        check_tools(probes, renderer)
+        _resolve_teachers(config)
+        tasks = _first_tasks(config)
+    budget = min(filter(None, (config.rollout.token_budget, model.context)), default=sys.maxsize)
+    rehearsals = asyncio.run(_rehearse(config, tasks, renderer, rewards, budget))
     episodes = config.train.groups_per_step * config.train.group_size
     longest = min(config.rollout.max_turns * config.rollout.max_new_tokens, budget)
     report = DryRunReport(
@@ -115,12 +121,15 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
             )
     except Exception as error:  # an unknown architecture, or remote code, which can raise anything
         raise ModelError(f"model folder {path} cannot be built: {error}") from error
+    section = config.sampler
+    options_type = plugins().get("sampler", section.name).load_options()
+    options = plugin_options(section, options_type, source="config", key="sampler")
     return ModelFacts(
         name=config.model.name,
         path=path,
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        context=int(settings.get_text_config().max_position_embeddings),
+        context=options.context_limit(positions(settings)),
     )
 
 
@@ -155,39 +164,47 @@ async def _rehearse(
     rewards: Sequence[WeightedReward],
     budget: int,
 ) -> list[Rehearsal]:
-    rules = config.rollout
-    limits = Limits(
-        max_turns=rules.max_turns,
-        max_context=budget,
-        step_timeout=rules.step_timeout,
-        episode_timeout=rules.episode_timeout,
-    )
-    threads = WorkerThreads("env")
+    """Play and score one episode of each task; then the rewards are closed."""
+    timeout, threads = config.rollout.reward_timeout, WorkerThreads("env")
     rehearsals: list[Rehearsal] = []
-    for task in tasks:
-        actors: list[str] = []
-
-        def open_session(driver: EnvDriver, actors: list[str] = actors) -> Session:
-            name, session = _actor(driver, renderer)
-            actors.append(name)
-            return session
-
-        trajectory = await rollout(
-            task,
-            episode_id=f"dry-{len(rehearsals)}",
-            open_session=open_session,
-            renderer=renderer,
-            params=SamplingParams(
-                max_new_tokens=rules.max_new_tokens, stop=rules.stop, stop_token_ids=renderer.stop_token_ids
-            ),
-            limits=limits,
-            threads=threads,
-        )
-        trajectory = await score(trajectory, rewards, timeout=rules.reward_timeout, threads=threads)
-        rehearsals.append(_rehearsal(task, actors[-1] if actors else "nobody", trajectory, renderer))
-    await close_rewards(rewards, timeout=rules.reward_timeout, threads=threads)
-    threads.close()
+    async with Cleanup() as cleanup:
+        cleanup.add(threads.close)
+        cleanup.add(partial(close_rewards, rewards, timeout=timeout, threads=threads))
+        for task in tasks:
+            actor, trajectory = await _play(task, f"dry-{len(rehearsals)}", config, renderer, budget, threads)
+            trajectory = await score(trajectory, rewards, timeout=timeout, threads=threads)
+            rehearsals.append(_rehearsal(task, actor, trajectory, renderer))
     return rehearsals
+
+
+async def _play(
+    task: Task, episode_id: str, config: RunConfig, renderer: ChatRenderer, budget: int, threads: WorkerThreads
+) -> tuple[str, Trajectory]:
+    rules = config.rollout
+    actors: list[str] = []
+
+    def open_session(driver: EnvDriver) -> Session:
+        name, session = _actor(driver, renderer)
+        actors.append(name)
+        return session
+
+    trajectory = await rollout(
+        task,
+        episode_id=episode_id,
+        open_session=open_session,
+        renderer=renderer,
+        params=SamplingParams(
+            max_new_tokens=rules.max_new_tokens, stop=rules.stop, stop_token_ids=renderer.stop_token_ids
+        ),
+        limits=Limits(
+            max_turns=rules.max_turns,
+            max_context=budget,
+            step_timeout=rules.step_timeout,
+            episode_timeout=rules.episode_timeout,
+        ),
+        threads=threads,
+    )
+    return actors[-1] if actors else "nobody", trajectory
 
 
 def _rehearsal(task: Task, actor: str, trajectory: Trajectory, renderer: ChatRenderer) -> Rehearsal:
@@ -203,13 +220,10 @@ def _rehearsal(task: Task, actor: str, trajectory: Trajectory, renderer: ChatRen
 
 
 def _failures(report: DryRunReport, resume: bool) -> Iterator[str]:
-    run_dir = Path(report.config.run_dir)
-    if resume != (run_dir / "config.toml").exists():
-        yield f"run_dir {str(run_dir)!r} " + (
-            "holds no run to resume" if resume else "already holds a run; --resume it"
-        )
-    elif not _writable(run_dir):
-        yield f"run_dir {str(run_dir)!r} cannot be written"
+    try:
+        check_run_folder(report.config, resume=resume)
+    except RelaxGymError as refusal:
+        yield str(refusal)
     for rehearsal in report.rehearsals:
         trajectory = rehearsal.trajectory
         if (error := trajectory.error) is not None:
@@ -248,11 +262,6 @@ def _rehearsal_warnings(rehearsal: Rehearsal, config: RunConfig, budget: int) ->
         )
 
 
-def _writable(path: Path) -> bool:
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK)
-
-
 def render(report: DryRunReport) -> str:
     """The report for people."""
     model, config = report.model, report.config
@@ -261,8 +270,8 @@ def render(report: DryRunReport) -> str:
         ("config", dump_config(config).strip()),
         (
             "model",
-            f"{model.name}: {model.architecture}, {model.parameters:,} parameters, context {model.context} tokens\n"
-            f"{model.path}",
+            f"{model.name}: {model.architecture}, {model.parameters:,} parameters, "
+            f"context {model.context or 'unknown'} tokens\n{model.path}",
         ),
         ("chat template", "\n".join(f"{key}: {value}" for key, value in template.items())),
         *((f"env {rehearsal.env_id}", _render_rehearsal(rehearsal)) for rehearsal in report.rehearsals),

@@ -17,7 +17,7 @@ from relax_gym.wheel_models import WHEEL_MODELS, build_wheel_model
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 HUB_TIMEOUT = 5.0
@@ -77,6 +77,12 @@ def check_model(path: Path) -> Path:
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"model folder {path} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     return path
+
+
+def positions(config: PretrainedConfig) -> int | None:
+    """How many positions a model has, if its config says so."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if found is None else int(found)
 
 
 def cache_root() -> Path:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from relax_gym.errors import ConfigError, SamplerError
+from relax_gym.errors import SamplerError
+from relax_gym.models import positions
 from relax_gym.sampler import SamplingParams
 from relax_gym.types import Completion, FinishReason
 from relax_gym_plugins.samplers.local.contexts import Context, Request, Rows
@@ -26,7 +27,6 @@ from relax_gym_plugins.samplers.local.options import LocalSamplerOptions
 from relax_gym_plugins.samplers.local.sampling import BatchParams, sample
 
 logger = logging.getLogger("relax_gym")
-DEFAULT_CONTEXT = 8192
 LONG_WAIT_SECONDS = 30.0
 SEED_STRIDE = 1_000_003
 Outcomes = list[tuple[Future[Completion], Completion | SamplerError]]
@@ -58,10 +58,7 @@ class LocalEngine:
             SamplerError: the model's attention is of a kind that the engine cannot batch.
         """
         self.options = options or LocalSamplerOptions()
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
-        self.max_context = self.options.max_context or min(longest, DEFAULT_CONTEXT)
-        if self.max_context > longest:
-            raise ConfigError(f"sampler.max_context = {self.max_context}: the model has only {longest} positions")
+        self.max_context = self.options.context_limit(positions(model.config))
         self.version = -1
         self._tokenizer, self._seed = tokenizer, seed
         self._runner = ModelRunner(model, max_rows=self.options.max_slots, max_length=self.max_context)

@@ -7,6 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from relax_gym.config import Options
+from relax_gym.errors import ConfigError
+
+DEFAULT_CONTEXT = 8192
 
 
 class LocalSamplerOptions(Options):
@@ -26,3 +29,11 @@ class LocalSamplerOptions(Options):
         description="wait until every open session has a request before each step, so that a rerun is bit-identical; "
         "false lets requests go on while other episodes' environments are busy",
     )
+
+    def context_limit(self, positions: int | None) -> int:
+        """See `Options.context_limit`."""
+        longest = positions or DEFAULT_CONTEXT
+        limit = self.max_context or min(longest, DEFAULT_CONTEXT)
+        if limit > longest:
+            raise ConfigError(f"sampler.max_context = {limit}: the model has only {longest} positions")
+        return limit
