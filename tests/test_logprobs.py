@@ -1,18 +1,22 @@
 """How much the log-probs hold in memory, and what is said where they cannot help it."""
 
+import dataclasses
 import logging
 
 import pytest
 import torch
+from algorithm_cases import build
 from learner_cases import Largest, context, learner, qwen3, sample, save_model
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoModelForCausalLM
 
 from relax_gym_trainers.functional import reverse_kl
 from relax_gym_trainers.torch_learner import logprobs
+from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.divergence import FullVocabulary, compare_all
 from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.teacher import FrozenTeacher
-from relax_gym_trainers.torch_learner.update import plan
+from relax_gym_trainers.torch_learner.update import Part, Tally, accumulate_policy_gradient, plan
 
 VOCABULARY, TOKENS, CHUNK = 2000, 128, 16
 
@@ -54,7 +58,24 @@ def teach(policy, batch):
     return FrozenTeacher(policy, budget=10_000).score(batch.members, temperature=1.0, top_k=2)[0].logprobs
 
 
-WAYS = {"score": score, "distil": distil, "teach": teach}
+OPD = build("opd", teacher="t")
+
+
+def taught_by_itself(policy):
+    return Distiller(OPD.distillation, {"t": FrozenTeacher(policy, budget=10_000)}, temperature=1.0)
+
+
+def distil_two(policy, batch):
+    """As `opd` without a reward: the log-probs have no gradient, and are there until the next ones are."""
+    for _ in range(2):
+        logprobs, entropy, values, _ = taught_by_itself(policy).score(policy, batch)
+        values.sum().backward()
+    assert logprobs.requires_grad
+    assert entropy.requires_grad
+    return values
+
+
+WAYS = {"score": score, "distil": distil, "distil_two": distil_two, "teach": teach}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -75,7 +96,7 @@ def test_no_tensor_is_kept_from_each_block(policy, batch, way, monkeypatch):
     assert held[1] <= held[0] + 10 < held[0] + TOKENS / 2
 
 
-@pytest.mark.parametrize(("way", "chunks"), [("score", 1), ("distil", 2), ("teach", 1)])
+@pytest.mark.parametrize(("way", "chunks"), [("score", 1), ("distil", 2), ("distil_two", 2), ("teach", 1)])
 def test_the_logits_of_a_chunk_go_before_those_of_the_next_come(policy, batch, way, chunks, monkeypatch):
     monkeypatch.setattr(logprobs, "BLOCK_ELEMENTS", VOCABULARY)
     policy.model.requires_grad_(False)
@@ -85,6 +106,24 @@ def test_the_logits_of_a_chunk_go_before_those_of_the_next_come(policy, batch, w
         WAYS[way](policy, batch)
     one, weight = CHUNK * VOCABULARY * 4, policy.head.weight.nbytes
     assert chunks * one < largest.bytes - weight < (chunks + 0.5) * one
+
+
+def test_nothing_of_a_micro_batch_outlives_its_gradient(policy, batch):
+    flat = dataclasses.replace(batch, advantages=0 * batch.advantages)
+    features, alive, before = policy.features, WeakTensorKeyDictionary(), []
+
+    def watched(batch):
+        out = features(batch)
+        if out.requires_grad:
+            before.append(len(alive))
+            alive[out] = True
+        return out
+
+    policy.features = watched
+    part = Part(micro_batches=[flat] * 3, total_tokens=3 * TOKENS, total_samples=3, saved_tokens=0)
+    settings = {"old": None, "reference": None, "tally": Tally(), "first": True, "step": 1}
+    accumulate_policy_gradient(policy, OPD, part, **settings, distiller=taught_by_itself(policy))
+    assert before == [0, 0, 0]
 
 
 class DoubledHead(torch.nn.Linear):

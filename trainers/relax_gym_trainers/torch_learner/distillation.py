@@ -74,7 +74,8 @@ class Distiller:
         """
         target = self._target(batch, policy.device)
         features = policy.features(batch)
-        logprobs, entropy = policy.read(features, torch.from_numpy(batch.targets).to(policy.device))
+        targets = torch.from_numpy(batch.targets).to(policy.device)
+        logprobs, entropy = policy.read(features, targets, keep=False)  # two chunks' logits follow
         return logprobs, entropy, *compare_all(policy, features, target)
 
     def _target(self, batch: MicroBatch, device: torch.device) -> Target:

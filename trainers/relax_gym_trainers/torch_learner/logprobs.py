@@ -74,7 +74,7 @@ class _HeadLogProbs(torch.autograd.Function):
     """(hidden [N, H], W [V, H], b [V]) → log-prob of the target and entropy, [N] each.
 
     The logits exist for `chunk` tokens at a time and are computed again in backward. It begins with the last chunk,
-    whose logits are still there.
+    whose logits are still there with `keep`.
     """
 
     @staticmethod
@@ -87,6 +87,7 @@ class _HeadLogProbs(torch.autograd.Function):
         head: Head,
         dtype: torch.dtype,
         chunk: int,
+        keep: bool = True,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.head, ctx.dtype, ctx.chunk = head, dtype, chunk
@@ -97,6 +98,7 @@ class _HeadLogProbs(torch.autograd.Function):
             ctx.raw = raw = None  # lets go of one chunk's logits before the next one's are there
             ctx.raw = raw = linear(hidden_[rows], weight_, bias)
             _score(raw, head, targets[rows], cut(scores, rows))
+        ctx.raw = ctx.raw if keep else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normaliser)
         return logprobs, entropy
 
@@ -116,7 +118,7 @@ class _HeadLogProbs(torch.autograd.Function):
             if grad_weight is not None:
                 add_product(grad_weight, raw.T, hidden_[rows])
             raw = None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -271,15 +273,18 @@ class Policy:
         rows: Tensor = out.flatten(0, 1).index_select(0, predictors)
         return rows
 
-    def read(self, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-prob of `targets` [N] and entropy, [N] each, from `features`."""
+    def read(self, features: Tensor, targets: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensor]:
+        """Log-prob of `targets` [N] and entropy, [N] each, from `features`.
+
+        With `keep` one chunk's logits wait for backward; without, it computes them again, and others have the room.
+        """
         with torch.autocast(self.device.type, enabled=False):
             if self.head is None:
                 log_p = self.logits(features).log_softmax(-1)
                 entropy = -(log_p.exp() * log_p.clamp(min=MIN_LOGIT)).sum(-1)
                 return log_p.gather(-1, targets[:, None])[:, 0], entropy
             head = self.head
-            arguments = (features, head.weight, head.bias, targets, head, self.head_dtype, self.chunk)
+            arguments = (features, head.weight, head.bias, targets, head, self.head_dtype, self.chunk, keep)
             scored: tuple[Tensor, Tensor] = _HeadLogProbs.apply(*arguments)
             return scored
 

@@ -171,6 +171,7 @@ def accumulate_policy_gradient(
             _backward(policy, [(logprobs, grad), *((value, factor * weights) for value, factor in terms)])
             if first:
                 _compare(algorithm, tokens, tally)
+            del logprobs, terms  # or what their backward needs would outlive it into the next micro-batch
     return total
 
 
