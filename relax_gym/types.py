@@ -162,7 +162,8 @@ class TrainingSample:
 
     All arrays have length T. `loss_mask` is 1 where the policy sampled the token. `logprobs` are the sampler's, 0 where
     the mask is 0. `versions` is the policy version that sampled the token, -1 where the mask is 0. `turn_spans` are
-    half-open [start, end) ranges of the sampled tokens, one for each turn. `advantages` is 0 where the mask is 0.
+    half-open [start, end) ranges of the sampled tokens, one for each turn. `advantages` is 0 where the mask is 0, and
+    float64 as long as the learner has a KL to subtract from it and to whiten after that (`kl_reward_coef`).
     `routed_experts` [T − 1, MoE layers, top_k] is the sampler's choice of experts for each token but the last.
     """
 
@@ -174,7 +175,7 @@ class TrainingSample:
     loss_mask: NDArray[np.int8]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    advantages: NDArray[np.float32]
+    advantages: NDArray[np.float32] | NDArray[np.float64]
     turn_spans: tuple[tuple[int, int], ...]
     turn_rewards: tuple[float, ...]
     reward: float | None

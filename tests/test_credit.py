@@ -141,6 +141,7 @@ def test_what_a_kl_leaves_of_a_tiny_difference_far_from_zero_is_whitened_in_floa
     algorithm = build("reinforce_pp", kl_reward_coef=1.0)
     samples = assign_credit([group([1000.0, 1000.0 + 1e-6])], algorithm)
     final = subtract_kl(samples, [np.array([kl]), np.array([kl])], algorithm)
+    assert [sample.advantages.dtype for sample in samples] == [np.float64] * 2
     assert [sample.advantages.dtype for sample in final] == [np.float32] * 2
     assert advantages(final) == [pytest.approx([-0.7071], abs=1e-3), pytest.approx([0.7071], abs=1e-3)]
 
