@@ -38,12 +38,16 @@ class Search(ToolEnv):
 class Later(relax_gym.Env):
     """Knows its tools after `reset` only."""
 
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
     @property
     def tools(self) -> Any:  # type: ignore[override]
-        return self.known
+        return self.state["tools"]
 
     def reset(self, **kwargs: Any) -> Any:  # type: ignore[override]
-        self.known = [{"type": "function", "function": {"name": "late", "description": "", "parameters": {}}}]
+        tool = {"type": "function", "function": {"name": "late", "description": "", "parameters": {}}}
+        self.state = {"tools": [tool]}
         return relax_gym.user("?"), {}
 
 
