@@ -55,6 +55,24 @@ def test_a_resumed_run_has_each_point_once(tmp_path: Path) -> None:
     assert read(tmp_path) == {"loss": [(0, 0.0), (1, 1.0), (2, 2.0), (3, 1.5), (4, 2.0)]}
 
 
+def test_a_run_resumed_without_a_checkpoint_has_each_point_once(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        killed = tracker(tmp_path)
+        for step in (0, 1):
+            killed.log(step, {"loss": loss})
+        killed.close()
+    assert read(tmp_path) == {"loss": [(0, 2.0), (1, 2.0)]}
+
+
+def test_a_run_that_logs_nothing_hides_nothing(tmp_path: Path) -> None:
+    killed = tracker(tmp_path)
+    killed.log(1, {"loss": 1.0})
+    killed.close()
+    tracker(tmp_path).close()
+    assert read(tmp_path) == {"loss": [(1, 1.0)]}
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
 def test_logging_after_close_is_an_error(tmp_path: Path) -> None:
     written = tracker(tmp_path)
     written.close()

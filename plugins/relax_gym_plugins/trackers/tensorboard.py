@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from pydantic import Field
 
@@ -17,27 +18,35 @@ class TensorBoardOptions(Options):
 
 
 class TensorBoardTracker:
-    """Writes every metric as one scalar. A resumed run hides the points a killed run wrote after its checkpoint."""
+    """Writes every metric as one scalar. A resumed run hides the points that it makes again, once it makes the first.
+
+    Without a checkpoint these are all, step 0 included.
+    """
 
     def __init__(self, context: RunContext, options: TensorBoardOptions) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         start_step = context.start_step
-        self._writer: SummaryWriter | None = SummaryWriter(
+        self._open = partial(
+            SummaryWriter,
             log_dir=str(context.run_dir / "tensorboard"),
-            purge_step=start_step + 1 if start_step else None,
+            purge_step=start_step + 1 if start_step else 0,
             flush_secs=options.flush_seconds,
         )
+        self._writer: SummaryWriter | None = None
+        self._closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one point for each metric at `step`."""
-        if self._writer is None:
+        if self._closed:
             raise RuntimeError("the TensorBoard tracker is closed; log before close()")
+        if self._writer is None:
+            self._writer = self._open()
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and end. Idempotent."""
-        if self._writer is not None:
+        if self._writer is not None and not self._closed:
             self._writer.close()
-            self._writer = None
+        self._closed = True
