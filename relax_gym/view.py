@@ -26,13 +26,17 @@ Record = Mapping[str, Any]
 CONTEXT, SURE, DOUBTFUL, UNLIKELY = "dim", "bold green", "bold yellow", "bold red"
 LONGEST_CHARACTER = 4
 MAX_REPEATS = 4
+QUEUED = "queued"
 # Control characters, and the marks that reorder or hide text around them.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which episodes to show. None means any; without `step` and `episode`, those of the newest step that has some."""
+    """Which episodes to show. None means any; without `step` and `episode`, those of the newest step that has some.
+
+    Without `kind` too, that is the newest step that was trained: what still waited in the queue is left out.
+    """
 
     step: int | None = None
     episode: str | None = None
@@ -69,6 +73,8 @@ def read_episodes(run: Path, wanted: Wanted) -> list[Record]:
         )
     every: list[Record] = list(read_lines(run / "episodes.jsonl"))
     found = [record for record in every if _matches(record, wanted)]
+    if wanted.step is None and wanted.episode is None and wanted.kind is None:
+        found = [record for record in found if record["kind"] != QUEUED]
     if not found:
         steps = sorted({record["step"] for record in every})
         kinds = ", ".join(sorted({record["kind"] for record in every}))

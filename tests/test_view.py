@@ -92,6 +92,14 @@ def test_which_episodes_are_shown(run: Path, wanted: Wanted, ids: list[str]) -> 
     assert [record["episode_id"] for record in read_episodes(run, wanted)] == ids
 
 
+def test_episodes_of_a_step_that_was_never_trained_are_shown_on_request(run: Path) -> None:
+    with (run / "episodes.jsonl").open("a") as file:
+        file.write(json.dumps(episode(step=3, kind="queued", episode_id="3-0")) + "\n")
+    assert [record["episode_id"] for record in read_episodes(run, Wanted(limit=1))] == ["1-0"]
+    for wanted in (Wanted(kind="queued"), Wanted(step=3), Wanted(episode="3-0")):
+        assert [record["episode_id"] for record in read_episodes(run, wanted)] == ["3-0"]
+
+
 def test_nothing_matches(run: Path) -> None:
     with pytest.raises(RunFolderError, match=r"matches; it has steps 0 to 2 of kind eval, train, zero_variance"):
         read_episodes(run, Wanted(step=9))

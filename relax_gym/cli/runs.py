@@ -79,7 +79,7 @@ def view(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     step: Annotated[int | None, typer.Option(help="Only this step; 0 is before training. Default: the newest.")] = None,
     episode: Annotated[str | None, typer.Option(help="Only the episode with this id.")] = None,
-    kind: Annotated[str | None, typer.Option(help="train, eval, or the reason a group was dropped.")] = None,
+    kind: Annotated[str | None, typer.Option(help="train, eval, queued, or the reason a group was dropped.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Most episodes to show.")] = 3,
