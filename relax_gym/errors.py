@@ -67,6 +67,14 @@ def reason(error: BaseException) -> str:
     return str(error) if isinstance(error, RelaxGymError) else f"{type(error).__name__}: {error}"
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """What to show of an error: of a group, the first in it that a user can act on, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [first_cause(part) for part in error.exceptions]
+    return next((cause for cause in causes if isinstance(cause, RelaxGymError)), causes[0])
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The most similar known name, or None when nothing is close."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -87,11 +87,12 @@ class TaskSource:
         ]
 
     def _load(self, index: int, env: EnvConfig) -> _Mixed:
-        rows = _rows(f"env.{index}.kwargs", env, env.kwargs)
+        rows = load_rows(f"env.{index}.kwargs", env.id, env.kwargs)
         if rows is None:
             return _Mixed(env, None, None)
         if env.eval_kwargs:
-            return _Mixed(env, rows, _rows(f"env.{index}.eval_kwargs", env, {**env.kwargs, **env.eval_kwargs}))
+            kwargs = {**env.kwargs, **env.eval_kwargs}
+            return _Mixed(env, rows, load_rows(f"env.{index}.eval_kwargs", env.id, kwargs))
         held_out = min(max(1, round(env.eval_fraction * len(rows))), len(rows) - 1) if env.eval_fraction else 0
         if held_out == 0 and self._eval_episodes:
             raise ConfigError(
@@ -127,16 +128,16 @@ def _episodes(wanted: int, rows: Rows | None) -> int:
     return wanted if rows is None else min(wanted, len(rows))
 
 
-def _rows(key: str, env: EnvConfig, kwargs: Mapping[str, Any]) -> Rows | None:
+def load_rows(key: str, env_id: str, kwargs: Mapping[str, Any]) -> Rows | None:
     """The rows of an env that is backed by some. Raises ConfigError when it cannot load them, or there are none."""
-    found = spec(env.id)
+    found = spec(env_id)
     rows_of = getattr(found.load(), "tasks", None)
     try:
         rows: Rows | None = None if rows_of is None else rows_of(**{**found.kwargs, **kwargs})
     except Exception as error:  # the env's own code, and the files it reads
-        raise ConfigError(f"{key} = {dict(kwargs)}: env {env.id!r} cannot load its rows: {reason(error)}") from error
+        raise ConfigError(f"{key} = {dict(kwargs)}: env {env_id!r} cannot load its rows: {reason(error)}") from error
     if rows is not None and len(rows) == 0:
-        raise ConfigError(f"{key} = {dict(kwargs)}: env {env.id!r} has no rows")
+        raise ConfigError(f"{key} = {dict(kwargs)}: env {env_id!r} has no rows")
     return rows
 
 

@@ -18,7 +18,7 @@ from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
 from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, drop_reason
 from relax_gym.curve import draw_curve
-from relax_gym.errors import RelaxGymError, TrainingError
+from relax_gym.errors import TrainingError, first_cause
 from relax_gym.evaluate import evaluate
 from relax_gym.learner import Learner
 from relax_gym.metrics import episode_metrics, merged, staleness_metrics
@@ -66,7 +66,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
         try:
             return asyncio.run(_run(Trainer(parts, learner, trackers, folder, checkpoint)))
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from group
+            raise first_cause(group) from group
 
 
 async def _run(trainer: Trainer) -> RunResult:
@@ -368,16 +368,3 @@ def _log_file(path: Path) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         handler.close()
-
-
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure to show: an error with advice if there is one, else the first."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        error = pending.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            pending += error.exceptions
-        else:
-            flat.append(error)
-    return next((error for error in flat if isinstance(error, RelaxGymError)), flat[0])

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from test_train import half_a, run, trainer
+from train_cases import half_a, run, trainer
 
 from relax_gym.run_folder import read_lines
 from relax_gym.testing import RecordingLearner

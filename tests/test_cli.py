@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from command import run
 
-from relax_gym.cli import first_known, main
-from relax_gym.errors import ConfigError, EnvError
+from relax_gym.cli import main
+from relax_gym.errors import ConfigError, EnvError, first_cause
 from relax_gym.hookspecs import hookimpl
 from relax_gym.plugins import plugins
 from relax_gym.run_folder import read_lines
@@ -180,12 +180,12 @@ def test_traceback_on_request(capsys, monkeypatch) -> None:
     assert err.endswith("error: cannot read config 'nowhere.toml': No such file or directory\n")
 
 
-def test_first_known_error_of_a_group() -> None:
-    known = EnvError("lost")
-    group = ExceptionGroup("a", [ValueError("x"), ExceptionGroup("b", [known, ConfigError("later")])])
-    assert first_known(group) is known
-    assert first_known(ExceptionGroup("a", [ValueError("x")])) is None
-    assert first_known(ValueError("x")) is None
+def test_an_error_to_act_on_is_shown_before_others_of_its_group() -> None:
+    known, unknown = EnvError("lost"), ValueError("x")
+    group = ExceptionGroup("a", [unknown, ExceptionGroup("b", [known, ConfigError("later")])])
+    assert first_cause(group) is known
+    assert first_cause(ExceptionGroup("a", [unknown, KeyError("y")])) is unknown
+    assert first_cause(unknown) is unknown
 
 
 # Train, eval, view ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
+import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
@@ -41,6 +45,43 @@ def test_envs_play_takes_lines_from_a_pipe(capsys, monkeypatch) -> None:
     assert out == (
         "user: guess 1-10\nagent: 0\n  reward 0\nuser: higher\nagent: 10\n  reward 0\nuser: lower\ntotal reward 0\n"
     )
+
+
+def test_ctrl_c_ends_play_without_waiting_for_a_line() -> None:
+    main, terminal = pty.openpty()
+    command = [sys.executable, "-m", "relax_gym", "envs", "play", "relax_gym/GuessNumber-v0"]
+    with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as playing:
+        assert playing.stdout is not None
+        shown = b""
+        while not shown.endswith(b"> "):
+            shown += playing.stdout.read(1)
+        playing.send_signal(signal.SIGINT)
+        try:
+            _, errors = playing.communicate(timeout=20)
+        finally:
+            playing.kill()
+    os.close(main)
+    os.close(terminal)
+    assert (playing.returncode, errors.decode()) == (130, "")
+
+
+def test_envs_play_reads_every_line_of_a_terminal() -> None:
+    main, terminal = pty.openpty()
+    os.write(main, b"0\n10\n\x04")
+    command = [sys.executable, "-m", "relax_gym", "envs", "play", "relax_gym/GuessNumber-v0", "--kwargs", "style=terse"]
+    played = subprocess.run([*command, "--seed", "1"], stdin=terminal, capture_output=True, text=True, timeout=60)
+    os.close(main)
+    os.close(terminal)
+    assert (played.returncode, played.stderr) == (0, "")
+    assert played.stdout.endswith("> agent: 10\n  reward 0\nuser: lower\n> total reward 0\n")
+
+
+def test_envs_play_of_an_env_without_rows_says_so(capsys, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text("")
+    given = ("--kwargs", f"path={tmp_path}/none.jsonl")
+    code, _, err = run(capsys, "envs", "play", "relax_gym/Dataset-v0", *given)
+    assert code == 1
+    assert err.startswith(f"error: --kwargs = {{'path': '{tmp_path}/none.jsonl'}}: env 'relax_gym/Dataset-v0'")
 
 
 def test_envs_play_by_the_expert(capsys) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import half_a, run, trainer
+from train_cases import half_a, run, trainer
 
 from relax_gym.plugins import plugins
 from relax_gym.run_folder import read_lines

@@ -15,7 +15,7 @@ from relax_gym.cli import extend as extend
 from relax_gym.cli import runs as runs
 from relax_gym.cli import scaffolds as scaffolds
 from relax_gym.cli.output import new_app
-from relax_gym.errors import PluginError, RelaxGymError
+from relax_gym.errors import PluginError, RelaxGymError, first_cause
 from relax_gym.plugins import Plugins, plugins
 
 TRACEBACK_VARIABLE = "RELAX_GYM_TRACEBACK"
@@ -32,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app = build_app(tolerant=given[:2] == ["plugins", "doctor"])
         app(given, prog_name="relax-gym")
     except (RelaxGymError, ExceptionGroup) as error:
-        known = first_known(error)
-        if known is None:
+        cause = first_cause(error)
+        if not isinstance(cause, RelaxGymError):
             raise
         if os.environ.get(TRACEBACK_VARIABLE) == "1":
             traceback.print_exception(error)
-        print(f"error: {known}", file=sys.stderr)
+        print(f"error: {cause}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -61,14 +61,6 @@ def build_app(*, tolerant: bool = False) -> typer.Typer:
         if not tolerant:
             raise
     return app
-
-
-def first_known(error: BaseException) -> RelaxGymError | None:
-    """The error itself, or the first RelaxGymError inside an exception group."""
-    if isinstance(error, RelaxGymError):
-        return error
-    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return next((known for part in inner if (known := first_known(part))), None)
 
 
 def _add_plugin_commands(app: typer.Typer, loaded: Plugins) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relax_gym.cli.output import documentation, new_app, parse_kwargs, print_table
-from relax_gym.errors import ConfigError, EnvError, PluginError
+from relax_gym.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -121,29 +121,29 @@ def _import_file(path: Path) -> str:
 
 
 async def _typed(driver: object) -> str | None:
+    from relax_gym.workers import Worker
+
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
-    line = sys.stdin.readline()
+    reader = Worker("stdin")  # a thread of its own, so that Ctrl-C does not wait for a line
+    try:
+        line = await reader.call(sys.stdin.readline)
+    finally:
+        reader.stop()
     return line.removesuffix("\n") if line else None
 
 
 def _play(id: str, kwargs: Mapping[str, Any], seed: int, policy: Policy, max_turns: int = 1000) -> float:
     from relax_gym.cli import playing
     from relax_gym.registry import check_kwargs, spec
+    from relax_gym.tasks import load_rows
     from relax_gym.types import Task
 
     found = spec(id)
     check_kwargs("env", id, found.load(), {**found.kwargs, **kwargs})
-    task = Task(env_id=id, seed=seed, kwargs=kwargs, options=_first_row(found.load(), {**found.kwargs, **kwargs}))
+    rows = load_rows("--kwargs", id, kwargs)
+    task = Task(env_id=id, seed=seed, kwargs=kwargs, options=None if rows is None else rows[0])
     return playing.play(task, policy, _printer(), max_turns=max_turns)
-
-
-def _first_row(factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    rows_of = getattr(factory, "tasks", None)
-    rows = None if rows_of is None else rows_of(**kwargs)
-    if rows is not None and len(rows) == 0:
-        raise EnvError(f"the env has no rows with {dict(kwargs)}")
-    return rows[0] if rows is not None else None
 
 
 def _printer() -> Spectator:
