@@ -94,7 +94,7 @@ class Sampler(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Stop serving and free everything. Idempotent."""
+        """Stop serving and free everything. Idempotent; also called when `start` failed or never came."""
 
     def metrics(self) -> Mapping[str, float]:
         """Counters since the last call (tokens, seconds, cache hits), for the run's metrics."""
