@@ -182,8 +182,6 @@ class Trainer:
         finally:
             close_sessions(sessions)
 
-    async def _play_group(self, slot: int, attempt: int, sessions: list[Session]) -> Group:
-        seed = self._config.seed
     def _drop_reason(self, group: Group) -> str | None:
         try:
             return drop_reason(group, self._parts.algorithms[group.mixture])
@@ -191,6 +189,8 @@ class Trainer:
             self._folder.add_group(self._step_of(group.slot), group, kind="queued")
             raise
 
+    async def _play_group(self, slot: int, attempt: int, sessions: list[Session]) -> Group:
+        seed = self._config.seed
         task = self._parts.tasks.task(slot, attempt)
         group_id = f"{slot}" if attempt == 0 else f"{slot}r{attempt}"
         episodes = [
