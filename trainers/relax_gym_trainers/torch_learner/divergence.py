@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from relax_gym_trainers.functional import select_with_tail
-from relax_gym_trainers.torch_learner.logprobs import Head, Policy, add_product, blocks, cut, fill, linear, slices
+from relax_gym_trainers.torch_learner.logprobs import Head, Policy, backward_head, blocks, cut, fill, linear, slices
 
 Form = Callable[[Tensor, Tensor], Tensor]
 """Log-probs of policy and teacher, [n, V] each → divergence [n]."""
@@ -102,7 +103,7 @@ class _HeadDivergence(torch.autograd.Function):
         chunk: int,
         target: Target,
     ) -> tuple[Tensor, Tensor]:
-        ctx.head, ctx.dtype, ctx.chunk, ctx.target = head, dtype, chunk, target
+        ctx.head, ctx.dtype, ctx.chunk, ctx.target, ctx.raw = head, dtype, chunk, target, None
         weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
         exact = torch.promote_types(dtype, torch.float32)
         value, sampled = found = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(2)]
@@ -118,34 +119,15 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        def values(rows: slice) -> list[Tensor]:
+            return [grads[0][rows], *ctx.target.rows(rows)]
+
         hidden, weight, bias = ctx.saved_tensors
-        weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for rows in slices(len(hidden), ctx.chunk):
-            raw = given = None
-            raw, given = linear(hidden_[rows], weight_, bias), ctx.target.rows(rows)
-            _differentiate(raw, ctx.head, ctx.target, given, grads[0][rows], grad_bias)
-            grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
-            if grad_weight is not None:
-                add_product(grad_weight, raw.T, hidden_[rows])
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        into = backward_head(ctx, hidden, weight, bias, values, partial(_grad_logits, ctx.target))
+        return *into, None, None, None, None
 
 
-def _differentiate(
-    raw: Tensor, head: Head, target: Target, given: list[Tensor], grads: Tensor, grad_bias: Tensor | None
-) -> None:
-    """Put the gradient of W h + b, [n, V], in its place, and add that of b to `grad_bias`."""
-    for part in blocks(raw):
-        logits, slope = head.logits(raw[part])
-        grad = _grad_logits(target, logits, cut(given, part), grads[part]).mul_(slope)
-        raw[part] = grad
-        if grad_bias is not None:
-            grad_bias += grad.sum(0).to(grad_bias.dtype)
-
-
-def _grad_logits(target: Target, logits: Tensor, given: list[Tensor], grad: Tensor) -> Tensor:
+def _grad_logits(target: Target, logits: Tensor, grad: Tensor, *given: Tensor) -> Tensor:
     logits.requires_grad_()
     with torch.enable_grad():
         value, _ = target.compare(logits.log_softmax(-1), *given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,21 +104,38 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, normaliser = ctx.saved_tensors
-        weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        values = (targets, entropy, normaliser, *grads)
-        raw, ctx.raw = ctx.raw, None
-        for rows in reversed(slices(len(hidden), ctx.chunk)):
-            raw = linear(hidden_[rows], weight_, bias) if raw is None else raw
-            _differentiate(raw, ctx.head, cut(values, rows), grad_bias)
-            grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
-            if grad_weight is not None:
-                add_product(grad_weight, raw.T, hidden_[rows])
-            raw = None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        hidden, weight, bias, *scores = ctx.saved_tensors
+        values = (*scores, *grads)
+        into = backward_head(ctx, hidden, weight, bias, lambda rows: cut(values, rows), _grad_logits)
+        return *into, None, None, None, None, None
+
+
+def backward_head(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    values: Callable[[slice], Sequence[Any]],
+    grad_logits: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, W and b, `ctx.chunk` tokens at a time, the last first: `ctx.raw` has its W h + b,
+    or is None.
+
+    `grad_logits` takes some rows of the logits, which it may overwrite, and those of `values`; it gives their gradient.
+    """
+    weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
+    grad_hidden = torch.empty_like(hidden)
+    grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+    raw, ctx.raw = ctx.raw, None
+    for rows in reversed(slices(len(hidden), ctx.chunk)):
+        raw = linear(hidden_[rows], weight_, bias) if raw is None else raw
+        _differentiate(raw, ctx.head, values(rows), grad_logits, grad_bias)
+        grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
+        if grad_weight is not None:
+            _add_product(grad_weight, raw.T, hidden_[rows])
+        raw = None  # lets go of one chunk's logits before the next one's are there
+    return grad_hidden, grad_weight, grad_bias
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -132,18 +149,20 @@ def _score(raw: Tensor, head: Head, targets: Tensor, scores: Sequence[Tensor]) -
         fill(scores, part, _reduce(head.logits(raw[part])[0], targets[part]))
 
 
-def _differentiate(raw: Tensor, head: Head, values: Sequence[Any], grad_bias: Tensor | None) -> None:
+def _differentiate(
+    raw: Tensor, head: Head, values: Sequence[Any], grad_logits: Callable[..., Tensor], grad_bias: Tensor | None
+) -> None:
     """Put the gradient of W h + b, [n, V], in its place, and add that of b to `grad_bias`."""
     for part in blocks(raw):
         block = raw[part]
         logits, slope = head.logits(block)
-        grad = _grad_logits(logits, *cut(values, part)).mul_(slope)
+        grad = grad_logits(logits, *cut(values, part)).mul_(slope)
         block.copy_(grad)  # nothing to do where `grad` is `block`
         if grad_bias is not None:
             grad_bias += grad.sum(0).to(grad_bias.dtype)
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
