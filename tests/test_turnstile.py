@@ -53,6 +53,8 @@ def test_a_cancelled_task_gives_its_place_back() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         waiting[1].cancel()
-        await waiting[2]
+        done, _ = await asyncio.wait(waiting, timeout=5)
+        assert waiting[2] in done
+        assert not waiting[2].cancelled()
 
     asyncio.run(main())
