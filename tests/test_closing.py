@@ -77,7 +77,7 @@ class BadSampler(ScriptedSampler):
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
     tables = plugins().tables
-    tables["reward"].add("test_judge", Judge, "test")
+    tables["reward"].add("test_closing_judge", Judge, "test")
     tables["reward"].add("test_other_judge", OtherJudge, "test")
     tables["sampler"].add("test_bad", Component(factory=BadSampler, options=Options), "test")
     tables["tracker"].add("test_part", Component(factory=Part, options=NamedOptions), "test")
@@ -91,7 +91,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
             "run_dir": str(tmp_path / "run"),
             "model": {"name": "tiny-qwen3"},
             "env": [{"id": "test/OneOrTwo-v0"}],
-            "reward": [{"name": "test_judge", "kwargs": {"label": "judge"}}],
+            "reward": [{"name": "test_closing_judge", "kwargs": {"label": "judge"}}],
             "sampler": {"name": "test_bad"},
             "learner": {"name": "test_part", "label": "learner"},
             "trackers": [{"name": "test_part", "label": "first"}, {"name": "test_part", "label": "second"}],
@@ -108,7 +108,7 @@ def test_rewards_are_closed_when_the_next_of_them_or_the_model_cannot_be_built(t
         build_parts(given)
     assert closed == ["judge"]
     broken = {"name": "test_other_judge", "kwargs": {"label": "other", "breaks": True}}
-    given = config(tmp_path, reward=[{"name": "test_judge", "kwargs": {"label": "judge"}}, broken])
+    given = config(tmp_path, reward=[{"name": "test_closing_judge", "kwargs": {"label": "judge"}}, broken])
     with pytest.raises(ConfigError, match="no such judge"):
         build_parts(given)
     assert closed == ["judge"]
