@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pty
 import signal
 import subprocess
 import sys
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -47,7 +49,8 @@ def test_envs_play_takes_lines_from_a_pipe(capsys, monkeypatch) -> None:
     )
 
 
-def test_ctrl_c_ends_play_without_waiting_for_a_line() -> None:
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_ctrl_c_ends_play_without_waiting_for_a_line(thread: str) -> None:
     main, terminal = pty.openpty()
     command = [sys.executable, "-m", "relax_gym", "envs", "play", "relax_gym/GuessNumber-v0"]
     with subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as playing:
@@ -55,7 +58,9 @@ def test_ctrl_c_ends_play_without_waiting_for_a_line() -> None:
         shown = b""
         while not shown.endswith(b"> "):
             shown += playing.stdout.read(1)
-        playing.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # now the line is waited for
+        threads = sorted(int(task.name) for task in Path(f"/proc/{playing.pid}/task").iterdir())
+        ctypes.CDLL(None).tgkill(playing.pid, threads[0 if thread == "main" else -1], signal.SIGINT)
         try:
             _, errors = playing.communicate(timeout=20)
         finally:

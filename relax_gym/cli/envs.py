@@ -121,16 +121,21 @@ def _import_file(path: Path) -> str:
 
 
 async def _typed(driver: object) -> str | None:
+    import asyncio
+
     from relax_gym.workers import Worker
 
     if sys.stdin.isatty():
         print("> ", end="", flush=True)
     reader = Worker("stdin")  # a thread of its own, so that Ctrl-C does not wait for a line
+    typing = asyncio.ensure_future(reader.call(sys.stdin.readline))
     try:
-        line = await reader.call(sys.stdin.readline)
+        while not typing.done():  # a Ctrl-C that another thread got is seen when the loop next wakes
+            await asyncio.wait({typing}, timeout=0.2)
     finally:
+        typing.cancel()
         reader.stop()
-    return line.removesuffix("\n") if line else None
+    return line.removesuffix("\n") if (line := typing.result()) else None
 
 
 def _play(id: str, kwargs: Mapping[str, Any], seed: int, policy: Policy, max_turns: int = 1000) -> float:
