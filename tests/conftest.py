@@ -6,5 +6,5 @@ import signal
 
 
 def pytest_configure() -> None:
-    """A shell that starts pytest in the background makes it ignore Ctrl-C, and what the tests start would inherit that."""
+    """A shell that starts pytest in the background makes it ignore Ctrl-C, and what tests start would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
