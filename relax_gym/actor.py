@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from relax_gym.sampler import SamplingParams, Session
-from relax_gym.types import Completion, FinishReason
+from relax_gym.types import Completion, FinishReason, Placed
 
 if TYPE_CHECKING:
     from relax_gym.chat import ChatRenderer
@@ -22,7 +22,9 @@ class Actor(Session):
         self._act = act
         self._renderer = renderer
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
+    ) -> Completion:
         """The answer, however long."""
         ids = self._renderer.encode_answer(await self._act())
         return Completion(

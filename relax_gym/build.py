@@ -16,10 +16,11 @@ from relax_gym.config import PluginSection, RunConfig, load_algorithms, plugin_o
 from relax_gym.context import RunContext, Tracker
 from relax_gym.errors import reason
 from relax_gym.learner import Learner
-from relax_gym.models import load_tokenizer, resolve_model
+from relax_gym.models import load_processor, load_tokenizer, resolve_model
 from relax_gym.play import Player
 from relax_gym.plugins import plugins
 from relax_gym.preflight import check_tools, probe_envs, refused
+from relax_gym.processing import MediaProcessor
 from relax_gym.redaction import check_secrets
 from relax_gym.registry import load
 from relax_gym.sampler import Sampler
@@ -42,8 +43,13 @@ class Parts:
 
     def player(self) -> Player:
         """Plays episodes with these parts."""
+        config = self.context.config
         return Player(
-            sampler=self.sampler, renderer=self.renderer, rewards=self.rewards, config=self.context.config.rollout
+            sampler=self.sampler,
+            renderer=self.renderer,
+            rewards=self.rewards,
+            config=config.rollout,
+            media=config.media,
         )
 
     async def aclose(self) -> None:
@@ -78,6 +84,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
             run_dir=Path(config.run_dir),
             model_path=path,
             tokenizer=renderer.tokenizer,
+            processor=renderer.processor,
             start_step=start_step,
         )
         return Parts(
@@ -105,9 +112,21 @@ def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
 
 
 def build_renderer(config: RunConfig, model_path: Path) -> ChatRenderer:
-    """The model's tokenizer with the chat template of the config, and every id that ends a turn."""
+    """The model's tokenizer with the chat template of the config, every id that ends a turn, and its processor."""
     tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-    return ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(model_path))
+    processor = build_processor(config, model_path)
+    return ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(model_path), processor=processor)
+
+
+def build_processor(config: RunConfig, model_path: Path) -> MediaProcessor | None:
+    """What turns media into the model's inputs; None for a model that reads text only."""
+    processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
+    if processor is None:
+        return None
+    media = config.media
+    return MediaProcessor(
+        processor, media.processor_kwargs, sound_in_video=media.sound_in_video, cache_bytes=media.cache_bytes
+    )
 
 
 def build_learner(context: RunContext) -> Learner:

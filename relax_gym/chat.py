@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import json
 import logging
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +15,15 @@ from typing import TYPE_CHECKING
 
 from relax_gym.config import ChatConfig
 from relax_gym.errors import TemplateError
+from relax_gym.media.items import Media
 from relax_gym.messages import describe_tools, dropped
-from relax_gym.template import OPENED_THINKING, PROBE_TOOL, ChatTemplate, TemplateReport, Transcript
-from relax_gym.types import Message, Tool
+from relax_gym.template import OPENED_THINKING, PROBE_TOOL, UNSHIELDED, ChatTemplate, TemplateReport, Transcript
+from relax_gym.types import Message, Placed, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from relax_gym.processing import MediaProcessor
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +35,12 @@ class Context:
     """What to feed next.
 
     `context_ids` follow the ids so far. When `new_segment` they replace them: the template rewrote an earlier turn, so
-    the whole conversation was rendered anew. The first prompt is no new segment.
+    the whole conversation was rendered anew. The first prompt is no new segment. `media` are in `context_ids`.
     """
 
     context_ids: tuple[int, ...]
     new_segment: bool
+    media: tuple[Placed, ...] = ()
 
 
 class ChatRenderer:
@@ -42,6 +50,7 @@ class ChatRenderer:
         tokenizer: any Hugging Face tokenizer.
         config: template, template kwargs, thinking and tool role; the defaults when None.
         extra_stop_token_ids: more ids that end a turn, such as those of a model's generation config.
+        processor: what makes ids of images, videos and audio; None for a model that reads text only.
 
     Raises:
         TemplateError: there is no chat template, or it shows no user messages.
@@ -53,14 +62,31 @@ class ChatRenderer:
         config: ChatConfig | None = None,
         *,
         extra_stop_token_ids: Sequence[int] = (),
+        processor: MediaProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.processor = processor
         self.config = config or ChatConfig()
-        self.template = ChatTemplate(tokenizer, self.config)
+        self.template = ChatTemplate(tokenizer, self.config, frozenset(processor.tokens if processor else ()))
         candidates = (self.template.turn_end_id, tokenizer.eos_token_id, *extra_stop_token_ids)
         self._stop_token_ids = tuple(dict.fromkeys(int(id) for id in candidates if id is not None))
         self._preserving: dict[str, bool] = {}
         self._warned = False
+
+    @functools.cached_property
+    def never_sampled(self) -> dict[int, float]:
+        """A logit bias of -inf for every special token that comes with media: one that was sampled would stand for an
+        image, a video or audio that is not there."""
+        if self.processor is None:
+            return {}
+        plain = self.template.render(self.template.adapt([{"role": "user", "content": "?"}]))
+        ids = set(self.processor.placeholder_ids.tolist())
+        for kind in self.processor.tokens:
+            message: Message = {"role": "user", "content": [{"type": kind}, {"type": "text", "text": "?"}]}
+            with contextlib.suppress(TemplateError):  # a template need not show all that the processor reads
+                shown = self.template.render(self.template.adapt([message]))
+                ids |= self.template.special_ids(shown) - self.template.special_ids(plain)
+        return dict.fromkeys(sorted(ids), -math.inf)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -172,13 +198,16 @@ class Conversation:
     Attributes:
         token_ids: the current segment, everything the model has seen and said since it began.
         new_segments: how often the past was rewritten, so that a segment began after the first.
+        media: where the current segment has images, videos and audio.
         opened_thinking: whether the last context ended with `<think>`; see `ChatRenderer.action`.
     """
 
     def __init__(self, renderer: ChatRenderer, tools: Sequence[Tool], preamble: str, *, follow: bool) -> None:
         self.token_ids: list[int] = []
         self.new_segments = 0
+        self.media: list[Placed] = []
         self.opened_thinking = False
+        self._shown: list[Media] = []
         self._renderer, self._template = renderer, renderer.template
         self._tools, self._preamble = tools, preamble
         self._transcript = Transcript(renderer.template, tools) if follow else None
@@ -199,19 +228,29 @@ class Conversation:
         if first and not adapted:
             raise TemplateError("the first observation has no messages; an episode begins with at least one")
         text, rewritten = self._text(adapted, first)
-        if first or rewritten:
-            ids = self._template.encode(text, start=True)
-            self.token_ids = list(ids)
-        else:
-            ids = self._renderer.continue_after(text, self._last)
-            self.token_ids.extend(ids)
+        new = media_of(messages)
+        afresh = first or rewritten
+        context = self._encode(text, [*self._shown, *new] if afresh else new, start=afresh)
+        if afresh:
+            self.token_ids, self.media = [], []
+        self.media += [placed.moved(len(self.token_ids)) for placed in context.media]
+        self.token_ids += context.context_ids
+        self._shown += new
         if rewritten:
             self.new_segments += 1
             self._renderer.warn_rewritten()
         self._turn += 1
         self._answered = False
         self.opened_thinking = OPENED_THINKING.search(text) is not None
-        return Context(context_ids=tuple(ids), new_segment=rewritten)
+        return dataclasses.replace(context, new_segment=rewritten)
+
+    def _encode(self, text: str, media: Sequence[Media], *, start: bool) -> Context:
+        processor = self._renderer.processor
+        if processor is not None:
+            text = processor.expand(text, media, UNSHIELDED)
+        ids = self._template.encode(text, start=True) if start else self._renderer.continue_after(text, self._last)
+        placed = processor.place(ids, media) if processor is not None else ()
+        return Context(context_ids=tuple(ids), new_segment=False, media=placed)
 
     def complete(self, token_ids: Sequence[int], text: str | None = None) -> None:
         """Append what the model sampled, exactly as sampled. `text` is `ChatRenderer.decode` of it, when at hand."""
@@ -230,3 +269,9 @@ class Conversation:
         if first:
             return self._template.render(messages, self._tools), False
         return self._template.continuation(messages, self._tools), False
+
+
+def media_of(messages: Sequence[Message]) -> list[Media]:
+    """The loaded images, videos and audio of messages, in order."""
+    contents = [message["content"] for message in messages if not isinstance(message.get("content") or "", str)]
+    return [part[part["type"]] for content in contents for part in content if part["type"] != "text"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from relax_gym.errors import ConfigError, RelaxGymError, nearest, suggestion
+from relax_gym.overrides import apply_override
 
 if TYPE_CHECKING:
     from relax_gym.algorithm import Algorithm
@@ -129,6 +130,34 @@ class ChatConfig(Section):
     )
 
 
+class MediaConfig(Section):
+    """`[media]`: how images, videos and audio of observations are read and processed."""
+
+    timeout: float = Field(30.0, gt=0, description="seconds that reading one item may take")
+    workers: int = Field(2, ge=1, description="processes that decode; one that hangs or dies is replaced")
+    max_bytes: int = Field(2**28, ge=1, description="most bytes of one download or encoded item")
+    max_pixels: int = Field(2**26, ge=1, description="most pixels of an image or a video frame; more is refused")
+    resize_pixels: int | None = Field(None, ge=1, description="larger images and frames are scaled down to it")
+    video_fps: float = Field(2.0, gt=0, description="frames per second taken of a video")
+    video_min_frames: int = Field(1, ge=1, description="fewest frames taken, as far as the video has them")
+    video_max_frames: int = Field(32, ge=1, description="most frames taken")
+    video_max_tokens: int | None = Field(None, ge=1, description="most tokens of one video; frames are left out for it")
+    audio_max_seconds: float = Field(600.0, gt=0, description="longest audio; more is refused")
+    sound_in_video: bool = Field(False, description="let a model that can hear the sound track of videos")
+    processor_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="for the model's processor, such as {images_kwargs = {max_pixels = 65536}}"
+    )
+    cache_bytes: int = Field(2**30, ge=0, description="of processed items kept in memory")
+
+    @model_validator(mode="after")
+    def _check_frames(self) -> MediaConfig:
+        if self.video_min_frames > self.video_max_frames:
+            raise ValueError(
+                f"video_min_frames = {self.video_min_frames} is more than video_max_frames = {self.video_max_frames}"
+            )
+        return self
+
+
 class RolloutConfig(Section):
     """`[rollout]`: how episodes are played."""
 
@@ -194,6 +223,7 @@ class RunConfig(Section):
     env: tuple[EnvConfig, ...] = Field(min_length=1)
     reward: tuple[RewardConfig, ...] = (RewardConfig(name="env"),)
     chat: ChatConfig = ChatConfig()
+    media: MediaConfig = MediaConfig()
     rollout: RolloutConfig = RolloutConfig()
     sampler: SamplerSection = SamplerSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -222,7 +252,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     data = read_toml(Path(path))
     for override in overrides:
-        _set(data, override)
+        apply_override(data, override)
     return parse_config(data, source=str(path))
 
 
@@ -325,41 +355,6 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return list(model.model_fields)
-
-
-def parse_value(text: str) -> Any:
-    """A value as typed on the command line: TOML when it is, else the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _set(data: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"--set {override!r} is malformed; write --set section.key=value")
-    value = parse_value(text)
-    node: Any = data
-    *parents, last = key.strip().split(".")
-    for part in parents:
-        if isinstance(node, list):
-            node = _item(node, part, override)
-        else:
-            node = node.setdefault(part, {})
-        if not isinstance(node, (dict, list)):
-            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
-    if isinstance(node, list):
-        _item(node, last, override)
-        node[int(last)] = value
-    else:
-        node[last] = value
-
-
-def _item(node: list[Any], index: str, override: str) -> Any:
-    if not index.isdigit() or int(index) >= len(node):
-        raise ConfigError(f"--set {override!r}: {index!r} is not an index of a list of {len(node)}")
-    return node[int(index)]
 
 
 def _check_plugins(config: RunConfig, source: str) -> None:

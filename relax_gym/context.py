@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from relax_gym.config import RunConfig
+    from relax_gym.processing import MediaProcessor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class RunContext:
     run_dir: Path
     model_path: Path
     tokenizer: PreTrainedTokenizerBase
+    processor: MediaProcessor | None = None
     start_step: int = 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from relax_gym.errors import TemplateError
 from relax_gym.types import Message, Tool
 
 _CALL_ID = "call00000"  # Nine letters and digits: the one form that every template with ids accepts.
+_MEDIA = re.compile("\ufdd2(image|video|audio)\ufdd2")  # Noncharacters: no text in interchange has them.
 
 _TOOLS = """You can call these functions. Each is given as a JSON schema:
 <tools>
@@ -26,7 +28,7 @@ To call a function, write a JSON object with its name and arguments inside <tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How messages must be written for one template."""
+    """How messages must be written for one template; `media` are the kinds of parts besides text that it may have."""
 
     content_form: Literal["string", "parts"]
     tool_role: Literal["tool", "user"] = "tool"
@@ -37,14 +39,19 @@ class Dialect:
     needs_tool_ids: bool = False
     empty_content: str | None = ""
     json_arguments: bool = False
+    media: frozenset[str] = frozenset()
 
     def replace(self, **changes: Any) -> Dialect:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def content(self, text: str) -> str | list[dict[str, str]]:
-        """Text in the form the template wants."""
-        return text if self.content_form == "string" else [{"type": "text", "text": text}]
+        """Text in the form the template wants; where media are marked in it, they become parts."""
+        pieces = _MEDIA.split(text)
+        if len(pieces) == 1:
+            return text if self.content_form == "string" else [{"type": "text", "text": text}]
+        parts = [{"type": piece} if at % 2 else {"type": "text", "text": piece} for at, piece in enumerate(pieces)]
+        return [part for part in parts if part.get("text") != ""]
 
 
 def squash(text: str) -> str:
@@ -53,21 +60,28 @@ def squash(text: str) -> str:
 
 
 def content_text(message: Message) -> str:
-    """The text of a message's content; "" when it has none. Lone surrogates, which no tokenizer takes, become "?".
+    """The content of a message as text, media as marks; "" when it has none.
 
-    Raises:
-        TemplateError: the content has an image, a video or audio.
+    Lone surrogates, which no tokenizer takes, become "?".
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
         return _encodable(content or "")
-    media = sorted({str(part["type"]) for part in content if part["type"] != "text"})
-    if media:
-        raise TemplateError(
-            f"a {message['role']} message has {' and '.join(media)}, but this model reads text only; use a model "
-            "with a processor for it, or an environment with text observations"
-        )
-    return _encodable("".join(part["text"] for part in content))
+    return "".join(_encodable(p["text"]) if p["type"] == "text" else f"\ufdd2{p['type']}\ufdd2" for p in content)
+
+
+def check_media(messages: Sequence[Message], readable: frozenset[str], name: str) -> None:
+    """Raise TemplateError when messages have media that the model named `name` does not read."""
+    for message in messages:
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if unreadable := {str(part["type"]) for part in content} - {"text", *readable}:
+            raise TemplateError(
+                f"a {message['role']} message has {' and '.join(sorted(unreadable))}, but {name} reads "
+                f"{', '.join(['text', *sorted(readable)])} only; use a model with a processor for it, or an "
+                "environment without"
+            )
 
 
 def _encodable(text: str) -> str:

@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_gym.config import ModelConfig
 from relax_gym.errors import ModelError, nearest
@@ -16,13 +16,21 @@ from relax_gym.tiny_models import TINY_QWEN3, build_tiny_qwen3, tiny_options
 from relax_gym.wheel_models import WHEEL_MODELS, build_wheel_model
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 HUB_TIMEOUT = 5.0
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+THINKERS = {
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
+"""What of a model that also speaks is the language model."""
+
 OFFLINE_HINT = "To train without any download, run examples/tiny_guess.toml."
 
 
@@ -60,6 +68,43 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> PreTrained
     except Exception as error:  # a broken file raises whatever its parser raises, even a bare Exception
         raise ModelError(f"model folder {path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
     return tokenizer
+
+
+def load_processor(path: Path, *, trust_remote_code: bool = False) -> ProcessorMixin | None:
+    """The processor of a model folder; None when the model reads text only.
+
+    Raises:
+        ModelError: there is one that cannot be loaded.
+    """
+    if not any((path / name).is_file() for name in PROCESSOR_FILES):
+        return None
+    from transformers import AutoProcessor, ProcessorMixin
+
+    try:
+        processor: object = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
+    except Exception as error:  # as with tokenizers
+        raise ModelError(f"model folder {path}: the processor cannot be loaded: {_first_line(error)}") from error
+    return processor if isinstance(processor, ProcessorMixin) else None
+
+
+def load_language_model(path: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The language model of a folder, its vision and audio encoders included.
+
+    Raises:
+        Whatever transformers raises for a folder it cannot load.
+    """
+    import transformers
+
+    config: Any = _read_json(path / "config.json")
+    kind = config["model_type"]
+    if thinker := THINKERS.get(kind):
+        loader = getattr(transformers, thinker)
+    elif kind in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code:
+        loader = transformers.AutoModelForCausalLM
+    else:
+        loader = transformers.AutoModelForMultimodalLM
+    model: PreTrainedModel = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    return model
 
 
 def check_model(path: Path) -> Path:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from relax_gym.config import RolloutConfig
+from relax_gym.config import MediaConfig, RolloutConfig
 from relax_gym.env_driver import EnvDriver
+from relax_gym.media.loader import MediaLoader
 from relax_gym.rollout import Limits, Turnstile, rollout
 from relax_gym.sampler import Sampler, SamplingParams, Session
 from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score
@@ -38,8 +39,10 @@ class Player:
         renderer: ChatRenderer,
         rewards: Sequence[WeightedReward],
         config: RolloutConfig,
+        media: MediaConfig | None = None,
     ) -> None:
         self.renderer = renderer
+        self._loader = MediaLoader(media or MediaConfig(), processor=renderer.processor)
         self._sampler = sampler
         self._rewards = rewards
         self._config = config
@@ -108,6 +111,7 @@ class Player:
                 min_p=config.min_p,
                 stop=config.stop,
                 stop_token_ids=self.renderer.stop_token_ids,
+                logit_bias=self.renderer.never_sampled,
                 seed=episode.seed,
             ),
             limits=Limits(
@@ -117,6 +121,7 @@ class Player:
                 episode_timeout=config.episode_timeout,
             ),
             threads=self._threads,
+            loader=self._loader,
             turnstile=self._turnstile,
         )
 
@@ -125,8 +130,9 @@ class Player:
         return reward_metrics(self._rewards)
 
     async def aclose(self) -> None:
-        """Close the rewards and end the worker threads."""
+        """Close the rewards and end the workers."""
         await close_rewards(self._rewards, timeout=self._config.reward_timeout, threads=self._reward_threads)
+        self._loader.close()
         self._threads.close()
         self._reward_threads.close()
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from relax_gym.env import StepResult
 from relax_gym.env_driver import EnvDriver, EnvFailure
-from relax_gym.errors import TemplateError
+from relax_gym.errors import MediaError, TemplateError
+from relax_gym.media.loader import MediaLoader
 from relax_gym.sampler import SamplingParams, Session
 from relax_gym.tasks import derive_seed
 from relax_gym.types import EpisodeError, FinishReason, Message, StopReason, Task, Trajectory, Turn
@@ -60,18 +61,21 @@ async def rollout(
     params: SamplingParams,
     limits: Limits,
     threads: WorkerThreads,
+    loader: MediaLoader | None = None,
     turnstile: Turnstile | None = None,
 ) -> Trajectory:
     """Play one episode. Whatever the env does, a Trajectory comes back with all turns so far; it is not scored yet.
 
     `open_session` is called once the env is reset. A fault of the env is logged here, whoever asked for the episode.
-    Turn t samples with a seed derived from `params.seed` and t. Closing the session is the caller's business. Episodes
-    that are played side by side share a `turnstile`, which keeps the event loop responsive.
+    `loader` reads images, videos and audio. Turn t samples with a seed derived from `params.seed` and t. Closing the
+    session is the caller's business. Episodes that are played side by side share a `turnstile`, which keeps the event
+    loop responsive.
 
     Raises:
         Whatever is no fault of the env: SamplerError, cancellation, a bug of ours. The env is closed all the same.
     """
-    episode = _Episode(task, open_session, renderer, params, limits, threads, turnstile or Turnstile())
+    loader = loader or MediaLoader(processor=renderer.processor)
+    episode = _Episode(task, open_session, renderer, params, limits, threads, loader, turnstile or Turnstile())
     error: EpisodeError | None = None
     try:
         async with asyncio.timeout(limits.episode_timeout) as clock:
@@ -80,7 +84,7 @@ async def rollout(
         if not clock.expired():
             raise
         stop = StopReason.TIMEOUT
-    except (EnvFailure, TemplateError) as raised:
+    except (EnvFailure, TemplateError, MediaError) as raised:
         stop = StopReason.TIMEOUT if isinstance(raised, EnvFailure) and raised.timed_out else StopReason.ERROR
         error = episode.report(raised)
     finally:
@@ -105,6 +109,7 @@ class _Episode:
         params: SamplingParams,
         limits: Limits,
         threads: WorkerThreads,
+        loader: MediaLoader,
         turnstile: Turnstile,
     ) -> None:
         self.driver = EnvDriver(task, threads, limits.step_timeout)
@@ -115,9 +120,10 @@ class _Episode:
         self._renderer = renderer
         self._params = params
         self._limits = limits
+        self._loader = loader
         self._turnstile = turnstile
 
-    def report(self, raised: EnvFailure | TemplateError) -> EpisodeError:
+    def report(self, raised: EnvFailure | TemplateError | MediaError) -> EpisodeError:
         """Say in the log what went wrong, and where."""
         task, cause = self.driver.task, raised.__cause__ or raised
         error = EpisodeError(
@@ -138,6 +144,7 @@ class _Episode:
         session = self._open_session(self.driver)
         conversation = self._renderer.conversation(self.driver.tools())
         while True:
+            self.observation = await self._loader.load(self.observation)
             await self._turnstile.enter()
             context = conversation.observe(self.observation)
             room = self._limits.max_context - len(conversation.token_ids)
@@ -161,7 +168,7 @@ class _Episode:
             seed=None if self._params.seed is None else derive_seed(self._params.seed, len(self.turns)),
         )
         start = time.perf_counter()
-        completion = await session.generate(conversation.token_ids, params)
+        completion = await session.generate(conversation.token_ids, params, conversation.media)
         seconds = time.perf_counter() - start
         text = self._renderer.decode(completion.token_ids)
         conversation.complete(completion.token_ids, text)
@@ -169,6 +176,7 @@ class _Episode:
             observation=tuple(self.observation),
             context_ids=context.context_ids,
             new_segment=context.new_segment,
+            media=context.media,
             completion=completion,
             text=text,
             action=self._renderer.action(text, params.stop, opened=conversation.opened_thinking),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from relax_gym.types import Completion
+from relax_gym.types import Completion, Placed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +55,11 @@ class Session(ABC):
     """The turns of one episode. A sampler may keep the episode's KV cache between calls until `close`."""
 
     @abstractmethod
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        """Continue `prompt_ids` (the whole context, 1-D). Cancelling the call aborts the request.
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
+    ) -> Completion:
+        """Continue `prompt_ids` (the whole context, 1-D), in which `media` are placed in order. Cancelling the call
+        aborts the request.
 
         Raises:
             SamplerError: the sampler cannot serve this request.

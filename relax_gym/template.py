@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from relax_gym.errors import TemplateError
-from relax_gym.messages import Dialect, adapt, content_text, squash
+from relax_gym.messages import Dialect, adapt, check_media, content_text, squash
 from relax_gym.types import Message, Tool
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ OPENED_THINKING = re.compile(r"<think>\s*\Z")
 
 # Noncharacters: no tokenizer knows them and no text in interchange has them.
 _START, _END = "\ufdd0", "\ufdd1"
+UNSHIELDED = f"(?<!{_START})"
+"""Pattern that matches before a special token which is not the look-alike of one in a message."""
 _BOUNDARY_PROBES = ("Yes", "1", "a.", "a ", "a\n")
 
 
@@ -85,8 +87,10 @@ class ChatTemplate:
         TemplateError: there is no template, or it shows no user or no assistant messages.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> None:
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, media: frozenset[str] = frozenset()
+    ) -> None:
+        self.tokenizer, self.config, self._media = tokenizer, config, media
         self._source = _source(tokenizer, config)
         added = tokenizer.added_tokens_decoder
         names = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
@@ -148,8 +152,9 @@ class ChatTemplate:
         """Messages as this template wants them; `preamble` becomes part of the system message.
 
         Raises:
-            TemplateError: the template would silently drop some of them.
+            TemplateError: the template would silently drop some of them, or the model does not read their media.
         """
+        check_media(messages, self._media, self.name)
         shielded = [self._shield(message) for message in messages]
         return adapt(shielded, self.dialect, preamble=preamble, name=self.name)
 
@@ -182,6 +187,10 @@ class ChatTemplate:
         anchor = self._anchor if anchored else ""
         ids: list[int] = self.tokenizer.encode(anchor + text, add_special_tokens=False)
         return ids[1:] if anchor else ids
+
+    def special_ids(self, text: str) -> set[int]:
+        """The special tokens in rendered text."""
+        return self._special_ids.intersection(self.encode(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

@@ -18,7 +18,7 @@ from relax_gym.errors import ModelError, SamplerError
 from relax_gym.learner import Learner
 from relax_gym.reward_conformance import check_reward
 from relax_gym.sampler import Sampler, SamplingParams, Session, Weights
-from relax_gym.types import Batch, Completion, FinishReason, Metrics
+from relax_gym.types import Batch, Completion, FinishReason, Metrics, Placed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -89,6 +89,7 @@ class ScriptedRequest:
     turn: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    media: tuple[Placed, ...] = ()
 
 
 class ScriptedSampler(Sampler):
@@ -210,7 +211,9 @@ class _ScriptedSession(Session):
         self._turn = 0
         self._closed = False
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
+    ) -> Completion:
         if self._closed:
             raise SamplerError(f"session {self._index} is closed; open a new one for each episode")
         turn, self._turn = self._turn, self._turn + 1

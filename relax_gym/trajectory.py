@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_gym.types import TrainingSample, Trajectory, Turn
+from relax_gym.types import Placed, TrainingSample, Trajectory, Turn
 
 
 def to_samples(trajectory: Trajectory, group_id: str) -> list[TrainingSample]:
@@ -47,7 +47,9 @@ def _sample(trajectory: Trajectory, group_id: str, number: int, turns: Sequence[
     logprobs: list[float] = []
     versions: list[int] = []
     spans: list[tuple[int, int]] = []
+    media: list[Placed] = []
     for turn in turns:
+        media += [placed.moved(len(ids)) for placed in turn.media]
         context, said = len(turn.context_ids), turn.completion
         ids += [*turn.context_ids, *said.token_ids]
         mask += [0] * context + [1] * len(said.token_ids)
@@ -70,6 +72,7 @@ def _sample(trajectory: Trajectory, group_id: str, number: int, turns: Sequence[
         stop_reason=trajectory.stop_reason,
         mixture=trajectory.task.mixture,
         routed_experts=_join_experts(turns),
+        media=tuple(media),
     )
 
 

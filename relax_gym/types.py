@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_gym.media.items import Media
+
 Message = dict[str, Any]
 """`{"role": str, "content": str | list[part]}` in the Hugging Face chat form."""
 
@@ -46,6 +48,19 @@ class StopReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """An image, video or audio clip in a sequence: the half-open range from its first placeholder token to its last."""
+
+    media: Media
+    start: int
+    end: int
+
+    def moved(self, offset: int) -> Placed:
+        """The same item, so many tokens later."""
+        return Placed(media=self.media, start=self.start + offset, end=self.end + offset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What a sampler returns: ids, each one's log-prob at the sampling temperature, and the version that sampled it.
 
@@ -74,8 +89,8 @@ class Completion:
 class Turn:
     """One exchange: what the env said, what was fed to the model since the last turn, and what the model answered.
 
-    `context_ids` are the ids fed after the previous completion; when `new_segment` they are the whole prompt.
-    `reward` is None when the env never answered this turn.
+    `context_ids` are the ids fed after the previous completion; when `new_segment` they are the whole prompt. `media`
+    are the items in them. `reward` is None when the env never answered this turn.
     """
 
     observation: tuple[Message, ...]
@@ -85,6 +100,7 @@ class Turn:
     action: str
     reward: float | None = None
     new_segment: bool = False
+    media: tuple[Placed, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     sample_seconds: float = 0.0
     env_seconds: float = 0.0
@@ -164,7 +180,8 @@ class TrainingSample:
     the mask is 0. `versions` is the policy version that sampled the token, -1 where the mask is 0. `turn_spans` are
     half-open [start, end) ranges of the sampled tokens, one for each turn. `advantages` is 0 where the mask is 0, and
     float64 as long as the learner has a KL to subtract from it and to whiten after that (`kl_reward_coef`).
-    `routed_experts` [T − 1, MoE layers, top_k] is the sampler's choice of experts for each token but the last.
+    `routed_experts` [T − 1, MoE layers, top_k] is the sampler's choice of experts for each token but the last. `media`
+    are in the order of their tokens, none of which is trained.
     """
 
     episode_id: str
@@ -182,6 +199,7 @@ class TrainingSample:
     stop_reason: StopReason
     mixture: int = 0
     routed_experts: NDArray[np.int32] | None = None
+    media: tuple[Placed, ...] = ()
 
     def __post_init__(self) -> None:
         expected = self.token_ids.shape

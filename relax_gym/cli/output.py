@@ -44,7 +44,7 @@ def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a pair without `=`.
     """
-    from relax_gym.config import parse_value
+    from relax_gym.overrides import parse_value
 
     kwargs = {}
     for pair in pairs:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from relax_gym_trainers.functional import select_with_tail
-from relax_gym_trainers.torch_learner.logprobs import Head, Policy, backward_head, blocks, cut, fill, linear, slices
+from relax_gym_trainers.torch_learner.logprobs import Head, backward_head, blocks, cut, fill, linear, slices
+from relax_gym_trainers.torch_learner.policy import Policy
 
 Form = Callable[[Tensor, Tensor], Tensor]
 """Log-probs of policy and teacher, [n, V] each → divergence [n]."""

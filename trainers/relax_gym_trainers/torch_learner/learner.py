@@ -22,10 +22,10 @@ from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics, TrainingSample
 from relax_gym_trainers.torch_learner import model as models
 from relax_gym_trainers.torch_learner.distillation import load_distiller
-from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.objectives import Objective, Piece
 from relax_gym_trainers.torch_learner.optimizer import apply_gradient, build_optimizer, learning_rate
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.policy import Policy
 from relax_gym_trainers.torch_learner.update import (
     Tally,
     accumulate_imitation_gradient,
@@ -68,6 +68,7 @@ class TorchLearner(Learner):
             dtype=dtype,
             chunk=options.logprob_chunk,
             share_prefix=options.share_prefix,
+            processor=context.processor,
         )
         self.objectives = self._build_objectives(algorithms, context)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from relax_gym.errors import ConfigError, ModelError, suggestion
+from relax_gym.models import load_language_model
 from relax_gym_trainers.torch_learner.options import LoraOptions, TorchLearnerOptions
 
 if TYPE_CHECKING:
@@ -25,12 +26,8 @@ def load_model(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     Raises:
         ModelError: transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        model: Any = load_language_model(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
     plain: PreTrainedModel = model.eval()
@@ -142,10 +139,8 @@ def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool) -> None
     if not adapted:
         model.save_pretrained(folder)
         return
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        plain: Any = AutoModelForCausalLM.from_config(model.config)  # type: ignore[no-untyped-call]
+        plain: Any = type(model)._from_config(model.config)  # type: ignore[no-untyped-call]
     plain.load_state_dict(dict(plain_weights(model)), strict=False, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config

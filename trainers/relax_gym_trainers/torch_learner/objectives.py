@@ -15,8 +15,8 @@ from relax_gym.algorithm import Algorithm
 from relax_gym.credit import subtract_kl
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner.distillation import Distiller, distill_advantages
-from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.policy import Policy
 from relax_gym_trainers.torch_learner.update import (
     Part,
     Tally,

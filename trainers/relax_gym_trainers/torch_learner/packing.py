@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_gym.errors import TrainingError
+from relax_gym.media.items import Media
 from relax_gym.types import TrainingSample
 
 IntArray = NDArray[np.int64]
@@ -51,6 +52,7 @@ class MicroBatch:
     `ids`, `positions`, `segments` [R, L]; pads have segment -1. For the N trained tokens of S whole samples:
     `predictors` index the flattened [R·L] hidden states, `targets` are the token ids, `sample` in [0, S) says whose
     they are, `logprobs` and `advantages` come from the samples. `token_counts` is [S], `real_tokens` counts no pads.
+    `media` are in the order of their placeholders in the flattened ids; those of a shared prompt are there once.
     """
 
     ids: IntArray
@@ -65,6 +67,7 @@ class MicroBatch:
     real_tokens: int
     members: tuple[TrainingSample, ...]
     experts: NDArray[np.int32] | None
+    media: tuple[Media, ...] = ()
 
     @property
     def branches(self) -> bool:
@@ -110,7 +113,8 @@ def build_rows(
                 f"sample {sample.episode_id!r} (segment {sample.segment}) trains its first token, which nothing "
                 "predicts; a prompt needs at least one token before the first sampled one"
             )
-        key = sample.token_ids[: prompts[index]].tobytes() if share_prefix else index
+        shown = tuple(placed.media for placed in sample.media if placed.end <= prompts[index])
+        key = (sample.token_ids[: prompts[index]].tobytes(), shown) if share_prefix else index
         trees.setdefault(key, []).append(index)
     return [
         _row(samples, part, prompts[part[0]])
@@ -202,7 +206,18 @@ def _collate(samples: Sequence[TrainingSample], rows: Sequence[Row]) -> MicroBat
         real_tokens=sum(len(row) for row in rows),
         members=tuple(members),
         experts=_collate_experts(samples, rows, width),
+        media=tuple(item for row in rows for item in _media(samples, row)),
     )
+
+
+def _media(samples: Sequence[TrainingSample], row: Row) -> Iterator[Media]:
+    """The items of a row: those of the prompt, then those of each member up to the last token that is read."""
+    prompt = int((row.segments == 0).sum())
+    for place, index in enumerate(row.members):
+        end = _input_length(samples[index])
+        for placed in samples[index].media:
+            if placed.end <= end and (place == 0 or placed.start >= prompt):
+                yield placed.media
 
 
 def _collate_experts(samples: Sequence[TrainingSample], rows: Sequence[Row], width: int) -> NDArray[np.int32] | None:

@@ -18,8 +18,9 @@ from relax_gym.models import load_tokenizer
 from relax_gym.teacher import Teacher, TeacherScores
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner import model as models
-from relax_gym_trainers.torch_learner.logprobs import Policy, blocks, cut, fill, slices
+from relax_gym_trainers.torch_learner.logprobs import blocks, cut, fill, slices
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
+from relax_gym_trainers.torch_learner.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -17,9 +17,9 @@ from relax_gym.types import Metrics, TrainingSample
 from relax_gym_trainers.functional import kl_estimate, token_weights
 from relax_gym_trainers.objective import correction_weight, mismatch, policy_loss
 from relax_gym_trainers.torch_learner.distillation import Distiller
-from relax_gym_trainers.torch_learner.logprobs import Policy
 from relax_gym_trainers.torch_learner.optimizer import non_finite
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
+from relax_gym_trainers.torch_learner.policy import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

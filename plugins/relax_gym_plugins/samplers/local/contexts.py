@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_gym.sampler import SamplingParams
-from relax_gym.types import Completion
+from relax_gym.types import Completion, Placed
 from relax_gym_plugins.samplers.local.cache import SlotCache
 
 Ids = NDArray[np.int64]
@@ -22,6 +22,7 @@ class Request:
     """One completion in the making."""
 
     prompt: Ids
+    media: Sequence[Placed]
     params: SamplingParams
     limit: int
     arrival: int
@@ -34,12 +35,19 @@ class Request:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Context:
-    """The ids of one episode so far. Keys and values of the first `cached` of `length` ids are in row `row`."""
+    """The ids of one episode so far. Keys and values of the first `cached` of `length` ids are in row `row`.
+
+    `names` are the ids, but where an image, video or audio clip stands they name what it holds: contexts may share keys
+    and values as far as their names are equal. `positions` [axes, prompt] are set where they are not 0, 1, 2, …
+    """
 
     order: int
     ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    names: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     length: int = 0
     cached: int = 0
+    media: Sequence[Placed] = ()
+    positions: Ids | None = None
     row: int | None = None
     request: Request | None = None
     turns: int = 0
@@ -50,20 +58,47 @@ class Context:
         """How many ids still have to go through the model."""
         return self.length - self.cached
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, positions: Ids | None = None) -> None:
         """Take a new prompt, keeping what is cached of it. Its last id is always computed: its logits are needed."""
-        prompt = request.prompt
-        self.cached = min(common_prefix(prompt, self.ids[: self.cached]), len(prompt) - 1)
-        self.ids = np.empty(len(prompt) + request.limit, dtype=np.int64)
-        self.ids[: len(prompt)] = prompt
+        prompt, names = request.prompt, request.prompt.copy()
+        for placed in request.media:
+            names[placed.start : placed.end] = -1 - int(placed.media.digest[:15], 16)
+        shared = common_prefix(names, self.names[: self.cached])
+        self.media, self.positions = request.media, positions
+        self.cached = self.before_media(min(shared, len(prompt) - 1))
+        self.ids, self.names = (np.concatenate([of, np.empty(request.limit, dtype=np.int64)]) for of in (prompt, names))
         self.length = len(prompt)
         self.request = request
         self.turns += 1
 
     def append(self, token: int) -> None:
         """Add a sampled id."""
-        self.ids[self.length] = token
+        self.ids[self.length] = self.names[self.length] = token
         self.length += 1
+
+    def before_media(self, end: int) -> int:
+        """`end`, or where the item that it would cut begins: an item goes through the model in one piece."""
+        return next((placed.start for placed in self.media if placed.start < end < placed.end), end)
+
+    def piece(self, size: int) -> int:
+        """About `size` of the missing ids, such that no item is cut."""
+        end = self.cached + min(size, self.missing)
+        cut = next((placed for placed in self.media if placed.start < end < placed.end), None)
+        if cut is not None:
+            end = cut.start if cut.start > self.cached else cut.end
+        return end - self.cached
+
+    def media_in(self, start: int, end: int) -> list[Placed]:
+        """The items among the ids [start, end)."""
+        return [placed for placed in self.media if start <= placed.start and placed.end <= end]
+
+    def positions_of(self, start: int, end: int) -> Ids:
+        """Position ids of the ids [start, end), [axes, end - start]; text goes on where the prompt ended."""
+        if self.positions is None:
+            return np.arange(start, end)[None]
+        known = self.positions.shape[1]
+        after = np.arange(max(start, known), end) - known + self.positions.max() + 1
+        return np.concatenate([self.positions[:, start:end], np.tile(after, (len(self.positions), 1))], axis=1)
 
 
 def common_prefix(first: Ids, second: Ids) -> int:
@@ -115,9 +150,10 @@ class Rows:
         assert context.row is not None
         best, source = context.cached, None
         for owner in self.owners:
-            if owner is None or owner is context or owner.cached <= best or owner.ids[best] != context.ids[best]:
+            if owner is None or owner is context or owner.cached <= best or owner.names[best] != context.names[best]:
                 continue
-            shared = common_prefix(context.ids[: context.length - 1], owner.ids[: owner.cached])
+            shared = common_prefix(context.names[: context.length - 1], owner.names[: owner.cached])
+            shared = context.before_media(shared)
             if shared > best:
                 best, source = shared, owner.row
         if source is not None:
@@ -138,9 +174,9 @@ class Rows:
         leaders.sort(key=lambda context: (-context.missing, context.order))
         if not leaders:
             return []
-        longest = min(leaders[0].missing, budget)
+        longest = leaders[0].piece(budget)
         chosen = leaders[: max(1, budget // longest)]
-        return [(context, min(context.missing, longest)) for context in chosen]
+        return [(context, context.piece(longest)) for context in chosen]
 
     def compact(self, active: Sequence[Context]) -> list[Context]:
         """Move contexts so that the active ones own exactly the first rows; returns them in row order."""
@@ -165,5 +201,5 @@ class Rows:
 
 
 def _worth_waiting(context: Context, leader: Context) -> bool:
-    gain = common_prefix(context.ids[: context.length - 1], leader.ids[: leader.length]) - context.cached
+    gain = common_prefix(context.names[: context.length - 1], leader.names[: leader.length]) - context.cached
     return gain >= min(WORTH_WAITING, context.missing - 1)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from relax_gym.errors import SamplerError
+from relax_gym.errors import MediaError, SamplerError
 from relax_gym.models import positions
+from relax_gym.processing import MediaProcessor
 from relax_gym.sampler import SamplingParams
-from relax_gym.types import Completion, FinishReason
+from relax_gym.types import Completion, FinishReason, Placed
 from relax_gym_plugins.samplers.local.contexts import Context, Request, Rows
 from relax_gym_plugins.samplers.local.model import ModelRunner
 from relax_gym_plugins.samplers.local.options import LocalSamplerOptions
@@ -48,10 +49,12 @@ class LocalEngine:
         options: LocalSamplerOptions | None = None,
         *,
         seed: int = 0,
+        processor: MediaProcessor | None = None,
     ) -> None:
         """Take `model` over: nothing else may use, train or copy it from now on.
 
-        `tokenizer` is needed for stop strings only; `seed` is used for requests without one of their own.
+        `tokenizer` is needed for stop strings only, `processor` for images, video and audio; `seed` is used for
+        requests without one of their own.
 
         Raises:
             ConfigError: `max_context` is more than the model has positions.
@@ -61,7 +64,7 @@ class LocalEngine:
         self.max_context = self.options.context_limit(positions(model.config))
         self.version = -1
         self._tokenizer, self._seed = tokenizer, seed
-        self._runner = ModelRunner(model, max_rows=self.options.max_slots, max_length=self.max_context)
+        self._runner = ModelRunner(model, processor, max_rows=self.options.max_slots, max_length=self.max_context)
         self._rows = Rows(self._runner.cache, self.options.max_slots)
         self._contexts: dict[int, Context] = {}
         self._orders, self._arrivals = itertools.count(), itertools.count()
@@ -94,7 +97,9 @@ class LocalEngine:
             self._inbox.append(lambda: self._close(context))
             self._wake.notify()
 
-    def submit(self, context: Context, prompt_ids: Sequence[int], params: SamplingParams) -> Future[Completion]:
+    def submit(
+        self, context: Context, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
+    ) -> Future[Completion]:
         """Ask for a completion. Cancelling the future aborts the request.
 
         Raises:
@@ -104,7 +109,14 @@ class LocalEngine:
         self._check(prompt, params)
         limit = min(params.max_new_tokens, self.max_context - len(prompt))
         future: Future[Completion] = Future()
-        request = Request(prompt=prompt, params=params, limit=limit, arrival=next(self._arrivals), future=future)
+        request = Request(
+            prompt=prompt,
+            media=tuple(media),
+            params=params,
+            limit=limit,
+            arrival=next(self._arrivals),
+            future=future,
+        )
         self._post(lambda: self._begin(context, request), future)
         future.add_done_callback(lambda done: self._abort(context, request) if done.cancelled() else None)
         return future
@@ -222,7 +234,11 @@ class LocalEngine:
             state = "already has a request in flight" if context.request else "is closed"
             self._resolve(request.future, SamplerError(f"the session {state}; open one session for each episode"))
             return
-        context.begin(request)
+        try:
+            context.begin(request, self._runner.positions(request.prompt, request.media))
+        except MediaError as error:
+            self._resolve(request.future, SamplerError(str(error)))
+            return
         own = request.params.seed
         # Without a seed of its own, a request is as reproducible as the order of sessions and turns.
         default = (self._seed * SEED_STRIDE + context.order) * SEED_STRIDE + context.turns

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from relax_gym.errors import SamplerError
+from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
+from relax_gym.types import Placed
 from relax_gym_plugins.samplers.local.cache import ShapeProbe, SlotCache, pages
-from relax_gym_plugins.samplers.local.contexts import Context
+from relax_gym_plugins.samplers.local.contexts import Context, Ids
 from relax_gym_plugins.samplers.local.packing import PackedLinears
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -22,8 +25,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class ModelRunner:
     """Runs the model on the rows of a `SlotCache`."""
 
-    def __init__(self, model: PreTrainedModel, *, max_rows: int, max_length: int) -> None:
-        self.model = model
+    def __init__(
+        self, model: PreTrainedModel, processor: MediaProcessor | None, *, max_rows: int, max_length: int
+    ) -> None:
+        self.model, self._processor = model, processor
         self.model.train(False)
         self.device, self.dtype = model.device, model.dtype
         self._packed = PackedLinears(model)
@@ -56,7 +61,8 @@ class ModelRunner:
         where = torch.from_numpy(positions).to(self.device)
         self.cache.plan_decode(where, span)
         block = torch.from_numpy(tokens).to(self.device).unsqueeze(1)
-        return self._forward(block, where.unsqueeze(1), self.cache, span)
+        pieces = [(context, 1) for context in contexts]
+        return self._forward(block, where.unsqueeze(1), self.cache, span, position_ids=self._position_ids(pieces, 1))
 
     def prefill(self, batch: Sequence[tuple[Context, int]]) -> Tensor:
         """Run the next `size` missing ids of each context; logits [n, vocabulary] after the last of them.
@@ -82,28 +88,96 @@ class ModelRunner:
             span,
         )
         block, where = torch.from_numpy(tokens).to(self.device), torch.from_numpy(positions).to(self.device)
-        return self._forward(block, where, self.cache, span)
+        return self._forward(
+            block,
+            where,
+            self.cache,
+            span,
+            position_ids=self._position_ids(batch, width),
+            joined=self._joined(batch, width),
+            media=self._media(batch),
+        )
 
-    def _forward(self, tokens: Tensor, positions: Tensor, cache: Any, span: int) -> Tensor:
-        masks = {kind: self._mask(positions, span, window) for kind, window in self._windows.items()}
+    def positions(self, prompt: Ids, media: Sequence[Placed]) -> Ids | None:
+        """Position ids of a prompt, [axes, length]; None when they are 0, 1, 2, …
+
+        Raises:
+            MediaError: the prompt has placeholders without an item, or items without placeholders.
+        """
+        if self._processor is None:
+            return None
+        self._processor.place(prompt, [placed.media for placed in media])
+        found = self._processor.positions(self.model, prompt, [placed.media for placed in media])
+        return found if found.ndim == 2 else None
+
+    def _position_ids(self, batch: Sequence[tuple[Context, int]], width: int) -> Tensor:
+        """[b, q], or [axes, b, q] when some context has positions along several axes."""
+        given = [context.positions_of(context.cached, context.cached + size) for context, size in batch]
+        axes = max(len(part) for part in given)
+        out = np.zeros((axes, len(batch), width), dtype=np.int64)
+        for line, part in enumerate(given):
+            out[:, line, width - part.shape[1] :] = part
+        ids = torch.from_numpy(out).to(self.device)
+        return ids if axes > 1 else ids[0]
+
+    def _media(self, batch: Sequence[tuple[Context, int]]) -> dict[str, Tensor]:
+        """What the model's encoders read for the items in these pieces."""
+        items = [placed.media for c, size in batch for placed in c.media_in(c.cached, c.cached + size)]
+        if not items:
+            return {}
+        assert self._processor is not None, "a prompt with media has passed `positions`"
+        return {key: self._cast(tensor) for key, tensor in self._processor.inputs(items).items()}
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """Features in the precision of the model; what has one axis is a time or a number, and stays exact."""
+        return tensor.to(self.device, self.dtype if tensor.is_floating_point() and tensor.ndim > 1 else None)
+
+    def _joined(self, batch: Sequence[tuple[Context, int]], width: int) -> tuple[Tensor, Tensor] | None:
+        """Half-open ranges that each token of a block also sees, [b, q] each, in models whose images see themselves."""
+        if self.model.config.model_type not in BIDIRECTIONAL or not any(context.media for context, _ in batch):
+            return None
+        assert self._processor is not None
+        first, last = np.full((2, len(batch), width), [[[2**31]], [[0]]], dtype=np.int64)
+        for line, (context, size) in enumerate(batch):
+            start, end = runs(np.isin(context.ids[: context.length], self._processor.placeholder_ids))
+            here = slice(context.cached, context.cached + size)
+            first[line, width - size :], last[line, width - size :] = start[here], end[here]
+        return torch.from_numpy(first).to(self.device), torch.from_numpy(last).to(self.device)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        where: Tensor,
+        cache: Any,
+        span: int,
+        *,
+        position_ids: Tensor | None = None,
+        joined: tuple[Tensor, Tensor] | None = None,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        masks = {kind: self._mask(where, span, window, joined) for kind, window in self._windows.items()}
         output = self.model(
             input_ids=tokens,
             attention_mask=masks if self._by_layer_type else next(iter(masks.values())),
-            position_ids=positions,
+            position_ids=where if position_ids is None else position_ids,
             use_cache=True,
             **{self._cache_name: cache},
             **self._extra,
+            **(media or {}),
         )
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _mask(self, positions: Tensor, span: int, window: int | None) -> Tensor:
+    def _mask(self, where: Tensor, span: int, window: int | None, joined: tuple[Tensor, Tensor] | None) -> Tensor:
         """Additive [b, 1, q, span]. The lowest finite number and not -inf: eager attention must not make NaN of it."""
         columns = torch.arange(span, device=self.device)
-        rows = positions.unsqueeze(-1)
+        rows = where.unsqueeze(-1)
         hidden = columns > rows
         if window is not None:
             hidden |= columns <= rows - window
+        if joined is not None:
+            first, last = joined
+            hidden &= (columns < first.unsqueeze(-1)) | (columns >= last.unsqueeze(-1))
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(hidden, torch.finfo(self.dtype).min).unsqueeze(1)
 
@@ -155,3 +229,13 @@ def attention_windows(config: Any) -> tuple[dict[str, int | None], bool]:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8]) or "none"
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def runs(members: NDArray[np.bool_]) -> tuple[Ids, Ids]:
+    """For each place in a run of members where it begins and ends (half-open); an empty range elsewhere."""
+    padded = np.concatenate([[False], members, [False]])
+    starts, ends = np.flatnonzero(padded[1:] & ~padded[:-1]), np.flatnonzero(padded[:-1] & ~padded[1:])
+    first, last = np.full(len(members), 2**31), np.zeros(len(members), dtype=np.int64)
+    for start, end in zip(starts, ends, strict=True):
+        first[start:end], last[start:end] = start, end
+    return first, last

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError, SamplerError
+from relax_gym.models import load_language_model
 from relax_gym.sampler import Sampler, SamplingParams, Session, Weights
-from relax_gym.types import Completion
+from relax_gym.types import Completion, Placed
 from relax_gym_plugins.samplers.local.contexts import Context
 from relax_gym_plugins.samplers.local.engine import LocalEngine
 from relax_gym_plugins.samplers.local.options import LocalSamplerOptions
@@ -59,7 +60,13 @@ class LocalSampler(Sampler):
 
     def _load(self) -> LocalEngine:
         model = load_model(self._context.model_path, self._options, self._context.config.model.trust_remote_code)
-        return LocalEngine(model, self._context.tokenizer, self._options, seed=self._context.config.seed)
+        return LocalEngine(
+            model,
+            self._context.tokenizer,
+            self._options,
+            seed=self._context.config.seed,
+            processor=self._context.processor,
+        )
 
     def open_session(self) -> Session:
         """See `Sampler.open_session`. Sessions are served in the order of these calls."""
@@ -88,9 +95,11 @@ class LocalSession(Session):
         self._engine = engine
         self._context: Context = engine.open()
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
+    ) -> Completion:
         """See `Session.generate`."""
-        return await asyncio.wrap_future(self._engine.submit(self._context, prompt_ids, params))
+        return await asyncio.wrap_future(self._engine.submit(self._context, prompt_ids, params, media))
 
     def close(self) -> None:
         """See `Session.close`; a request in flight returns what it has, as aborted."""
@@ -101,9 +110,7 @@ def load_model(path: Path, options: LocalSamplerOptions, trust_remote_code: bool
     """Load a causal language model for sampling."""
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    model = load_language_model(path, dtype=dtype, trust_remote_code=trust_remote_code)
     torch.nn.Module.to(model, device)
     return model
 

@@ -1,0 +1,300 @@
+"""Images, sounds and videos as a model reads them: what stands for each in the prompt, and the tensors behind it.
+
+A Hugging Face processor is asked for one item at a time, so an item costs the same in whatever turn it comes, is
+processed once for all episodes that see it, and means the same to the sampler and to the learner.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_gym.errors import MediaError, ModelError, TemplateError
+from relax_gym.media.items import KINDS, Audio, Image, Kind, Media, Video
+from relax_gym.types import Placed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, ProcessorMixin
+
+ARGUMENTS: dict[Kind, str] = {"image": "images", "video": "videos", "audio": "audio"}
+TEXT_OUTPUTS = {
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "text_replacement_offsets",
+    "video_metadata",
+}
+BIDIRECTIONAL = {"gemma3"}
+"""Model types whose image tokens also see the later tokens of their image."""
+
+MERGED = {
+    "pixel_values",
+    "pixel_attention_mask",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "video_second_per_grid",
+    "input_features",
+    "feature_attention_mask",
+}
+"""The model inputs that are known to be put together by padding and concatenation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Features:
+    """One item as a model reads it.
+
+    Attributes:
+        text: what stands in the prompt instead of the one placeholder that a chat template writes.
+        placeholders: how many tokens of it the model replaces by what its encoder makes of the item.
+        tensors: the encoder's inputs under the names of the model's arguments.
+    """
+
+    text: str
+    placeholders: int
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class MediaProcessor:
+    """A Hugging Face processor as a function of single items. Threads may share it.
+
+    Args:
+        processor: the model's processor.
+        kwargs: more arguments of its call, such as `{"images_kwargs": {...}}`.
+        sound_in_video: whether sound tracks of videos are heard, interleaved with the frames.
+        cache_bytes: how much of what was processed last is kept.
+    """
+
+    def __init__(
+        self,
+        processor: ProcessorMixin,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        sound_in_video: bool = False,
+        cache_bytes: int = 2**30,
+    ) -> None:
+        self.processor: Any = processor
+        self._kwargs = dict(kwargs or {})
+        self._sound_in_video = sound_in_video
+        self._cache_bytes, self._cached_bytes = cache_bytes, 0
+        self._cache: OrderedDict[str, Features] = OrderedDict()
+        self._lock = threading.Lock()
+        tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
+        self.tokens: dict[Kind, str] = {kind: token for kind, token in tokens.items() if token is not None}
+        ids = [id for kind in KINDS for id in getattr(self.processor, f"{kind}_token_ids", ())]
+        self.placeholder_ids = np.array(sorted({int(id) for id in ids if id is not None}), dtype=np.int64)
+        self._pattern = re.compile("|".join(f"(?P<{kind}>{re.escape(token)})" for kind, token in self.tokens.items()))
+
+    @property
+    def audio_rate(self) -> int | None:
+        """Samples per second that the model hears; None when it hears nothing."""
+        extractor = getattr(self.processor, "feature_extractor", None)
+        return None if extractor is None else int(extractor.sampling_rate)
+
+    def features(self, media: Media) -> Features:
+        """What the model reads of an item; the same object as long as it is cached.
+
+        Raises:
+            MediaError: the model does not read such items, or its processor refuses this one.
+        """
+        with self._lock:
+            if (known := self._cache.get(media.digest)) is not None:
+                self._cache.move_to_end(media.digest)
+                return known
+        made = self._process(media)
+        with self._lock:
+            known = self._cache.setdefault(media.digest, made)
+            if known is made:
+                self._cached_bytes += made.nbytes
+                while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+                    self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+        return known
+
+    def _process(self, media: Media) -> Features:
+        token = self.tokens.get(media.kind)
+        if token is None:
+            raise MediaError(
+                f"{type(self.processor).__name__} reads {' and '.join(self.tokens) or 'text only'}, not {media.kind}; "
+                "use another model, or an environment without"
+            )
+        arguments = {**self._kwargs, **self._arguments(media)}
+        try:
+            out = self.processor(text=[token], return_tensors="pt", return_text_replacement_offsets=True, **arguments)
+        except Exception as error:  # a processor raises whatever the arithmetic on a strange shape raises
+            raise MediaError(f"{type(self.processor).__name__} cannot process {media!r}: {error}") from error
+        (replacement,) = out["text_replacement_offsets"][0]
+        unknown = out.keys() - TEXT_OUTPUTS - MERGED
+        if unknown:
+            raise ModelError(
+                f"{type(self.processor).__name__} gives {', '.join(sorted(unknown))}, which relax-gym cannot hand to the "
+                "model; this model family is not supported"
+            )
+        return Features(
+            text=replacement["replacement"],
+            placeholders=int(np.isin(out["input_ids"][0].numpy(), self.placeholder_ids).sum()),
+            tensors={key: out[key] for key in sorted(out.keys() & MERGED)},
+        )
+
+    def _arguments(self, media: Media) -> dict[str, Any]:
+        match media:
+            case Image():
+                from PIL.Image import fromarray
+
+                return {"images": [fromarray(media.pixels)]}
+            case Audio():
+                return {"audio": [media.samples], "sampling_rate": media.rate}
+            case Video():
+                return self._video_arguments(media)
+        raise TypeError(type(media).__name__)
+
+    def _video_arguments(self, video: Video) -> dict[str, Any]:
+        import torch
+        from transformers.video_utils import VideoMetadata
+
+        scale, indices, total = video.fps, video.indices, video.total_frames
+        if not np.allclose(indices / scale, video.times, atol=1e-3):
+            # A variable frame rate: processors know only numbers of frames, so milliseconds are counted as frames.
+            scale, indices, total = 1000.0, np.rint(video.times * 1000), round(video.duration * 1000)
+        _, height, width, _ = video.frames.shape
+        metadata = VideoMetadata(
+            total_num_frames=total,
+            fps=scale,
+            width=width,
+            height=height,
+            duration=video.duration,
+            frames_indices=[int(index) for index in indices],
+        )
+        arguments: dict[str, Any] = {
+            "videos": [torch.from_numpy(video.frames.copy()).permute(0, 3, 1, 2)],
+            "video_metadata": [metadata],
+            "do_sample_frames": False,
+            "fps": video.sampled_fps,
+            # Some processors have defaults of their own that would replace those of the model's configuration.
+            "size": dict(self.processor.video_processor.size),
+        }
+        if self._sound_in_video and video.audio is not None:
+            sound = {"audio": [video.audio.samples], "sampling_rate": video.audio.rate}
+            arguments |= {**sound, "load_audio_from_video": True, "audio_from_video_indices": [0]}
+        return arguments
+
+    # Prompts ---------------------------------------------------------------------------------------------------------
+
+    def expand(self, text: str, media: Sequence[Media], unmarked: str = "") -> str:
+        """`text` with what stands for each item instead of its placeholder. `unmarked` is a pattern that must match
+        before a placeholder for it to count.
+
+        Raises:
+            TemplateError: the placeholders in the text are not those of the items.
+        """
+        found = list(re.finditer(f"{unmarked}(?:{self._pattern.pattern})", text))
+        kinds = [match.lastgroup for match in found]
+        if kinds != [item.kind for item in media]:
+            raise TemplateError(
+                f"the chat template shows {', '.join(map(str, kinds)) or 'no media'} for messages with "
+                f"{', '.join(item.kind for item in media) or 'no media'}; give a template in chat.template that shows "
+                "each where it stands"
+            )
+        pieces, last = [], 0
+        for match, item in zip(found, media, strict=True):
+            pieces += [text[last : match.start()], self.features(item).text]
+            last = match.end()
+        return "".join([*pieces, text[last:]])
+
+    def place(self, ids: Sequence[int] | NDArray[np.integer[Any]], media: Sequence[Media]) -> tuple[Placed, ...]:
+        """Where the items are in `ids`.
+
+        Raises:
+            MediaError: the ids do not hold as many placeholders as the items have.
+        """
+        where = np.flatnonzero(np.isin(np.asarray(ids), self.placeholder_ids))
+        counts = [self.features(item).placeholders for item in media]
+        if sum(counts) != len(where):
+            raise MediaError(
+                f"{len(where)} placeholder tokens for {len(media)} items that need {sum(counts)}; image, video and "
+                "audio tokens come from media only"
+            )
+        placed, first = [], 0
+        for item, count in zip(media, counts, strict=True):
+            own = where[first : first + count]
+            placed.append(Placed(media=item, start=int(own[0]), end=int(own[-1]) + 1))
+            first += count
+        return tuple(placed)
+
+    # Model inputs ----------------------------------------------------------------------------------------------------
+
+    def inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
+        """The model's arguments for items in the order of their placeholders, row after row of a batch."""
+        parts: dict[str, list[Tensor]] = {}
+        for item in media:
+            for key, tensor in self.features(item).tensors.items():
+                parts.setdefault(key, []).append(tensor)
+        return {key: _join(key, tensors) for key, tensors in parts.items()}
+
+    def token_types(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """[L]: 0 text, 1 image, 2 video, 3 audio."""
+        (types,) = self.processor.create_mm_token_type_ids([ids.tolist()])
+        return np.array(types, dtype=np.int64)
+
+    @staticmethod
+    def rope_index(model: PreTrainedModel) -> Any:
+        """The model's own function for position ids along several axes (M-RoPE, TM-RoPE), None when it has one axis."""
+        return getattr(model, "get_rope_index", None) or getattr(model.base_model, "get_rope_index", None)
+
+    def positions(
+        self, model: PreTrainedModel, ids: NDArray[np.integer[Any]], media: Sequence[Media]
+    ) -> NDArray[np.int64]:
+        """Position ids of one whole sequence, computed from its ids and the grids of its items: [3, L] for a model with
+        several axes, else and without media [L].
+        """
+        import torch
+
+        compute = self.rope_index(model)
+        if compute is None or not media:
+            return np.arange(len(ids))
+        tensors = self.inputs(media)
+        row = torch.from_numpy(ids.astype(np.int64))[None]
+        mask = tensors.get("feature_attention_mask")
+        sounded = [isinstance(item, Video) and "input_features" in self.features(item).tensors for item in media]
+        given = {
+            **tensors,
+            "input_ids": row,
+            "attention_mask": torch.ones_like(row),
+            "mm_token_type_ids": torch.from_numpy(self.token_types(ids)[None]),
+            "second_per_grids": tensors.get("video_second_per_grid"),
+            "audio_seqlens": None if mask is None else mask.sum(-1),
+            "use_audio_in_video": any(sounded),
+        }
+        wanted = inspect.signature(compute).parameters
+        found = compute(**{name: given[name] for name in wanted if given.get(name) is not None})[0]
+        return np.asarray(found[:, 0].cpu().numpy(), dtype=np.int64)
+
+
+def _join(key: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Along the axis that items are counted in; the other axes padded with zeros to the longest."""
+    import torch
+
+    axis = 1 if tensors[0].ndim == 5 or key == "pixel_attention_mask" else 0
+    longest = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    padded = []
+    for tensor in tensors:
+        missing = [want - have for want, have in zip(longest, tensor.shape, strict=True)]
+        missing[axis] = 0
+        sides = [size for wanting in reversed(missing) for size in (0, wanting)]  # torch pads the last axis first
+        padded.append(torch.nn.functional.pad(tensor, sides) if any(sides) else tensor)
+    return torch.cat(padded, dim=axis)
