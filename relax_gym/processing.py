@@ -142,8 +142,8 @@ class MediaProcessor:
         unknown = out.keys() - TEXT_OUTPUTS - MERGED
         if unknown:
             raise ModelError(
-                f"{type(self.processor).__name__} gives {', '.join(sorted(unknown))}, which relax-gym cannot hand to the "
-                "model; this model family is not supported"
+                f"{type(self.processor).__name__} gives {', '.join(sorted(unknown))}, which relax-gym cannot hand to "
+                "the model; this model family is not supported"
             )
         return Features(
             text=replacement["replacement"],
