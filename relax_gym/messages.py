@@ -70,16 +70,16 @@ def content_text(message: Message) -> str:
     return "".join(_encodable(p["text"]) if p["type"] == "text" else f"\ufdd2{p['type']}\ufdd2" for p in content)
 
 
-def check_media(messages: Sequence[Message], readable: frozenset[str], name: str) -> None:
-    """Raise TemplateError when messages have media that the model named `name` does not read."""
+def check_media(messages: Sequence[Message], readable: frozenset[str]) -> None:
+    """Raise TemplateError when messages have media that the model does not read."""
     for message in messages:
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
         if unreadable := {str(part["type"]) for part in content} - {"text", *readable}:
             raise TemplateError(
-                f"a {message['role']} message has {' and '.join(sorted(unreadable))}, but {name} reads "
-                f"{', '.join(['text', *sorted(readable)])} only; use a model with a processor for it, or an "
+                f"a {message['role']} message has {' and '.join(sorted(unreadable))}, but this model reads "
+                f"{' and '.join(['text', *sorted(readable)])} only; use a model with a processor for it, or an "
                 "environment without"
             )
 

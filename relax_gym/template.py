@@ -154,7 +154,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template would silently drop some of them, or the model does not read their media.
         """
-        check_media(messages, self._media, self.name)
+        check_media(messages, self._media)
         shielded = [self._shield(message) for message in messages]
         return adapt(shielded, self.dialect, preamble=preamble, name=self.name)
 

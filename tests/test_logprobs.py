@@ -14,7 +14,7 @@ from relax_gym_trainers.functional import reverse_kl
 from relax_gym_trainers.torch_learner import logprobs
 from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.divergence import FullVocabulary, compare_all
-from relax_gym_trainers.torch_learner.logprobs import Policy
+from relax_gym_trainers.torch_learner.policy import Policy
 from relax_gym_trainers.torch_learner.teacher import FrozenTeacher
 from relax_gym_trainers.torch_learner.update import Part, Tally, accumulate_policy_gradient, plan
 

@@ -6,7 +6,7 @@ import torch
 from learner_cases import random_batch, sample
 
 from relax_gym.errors import TrainingError
-from relax_gym_trainers.torch_learner.logprobs import tree_mask
+from relax_gym_trainers.torch_learner.policy import tree_mask
 from relax_gym_trainers.torch_learner.packing import build_rows, pack
 
 A = sample([5, 6, 7, 10, 11, 12], [0, 0, 0, 1, 1, 1], advantage=1.0, logprobs=[0, 0, 0, -1, -2, -3])
