@@ -16,7 +16,7 @@ from relax_gym.config import PluginSection, RunConfig, load_algorithms, plugin_o
 from relax_gym.context import RunContext, Tracker
 from relax_gym.errors import reason
 from relax_gym.learner import Learner
-from relax_gym.models import load_processor, load_tokenizer, resolve_model
+from relax_gym.models import load_tokenizer, resolve_model
 from relax_gym.play import Player
 from relax_gym.plugins import plugins
 from relax_gym.preflight import check_tools, probe_envs, refused
@@ -113,19 +113,12 @@ def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
 
 def build_renderer(config: RunConfig, model_path: Path) -> ChatRenderer:
     """The model's tokenizer with the chat template of the config, every id that ends a turn, and its processor."""
-    tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-    processor = build_processor(config, model_path)
-    return ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(model_path), processor=processor)
-
-
-def build_processor(config: RunConfig, model_path: Path) -> MediaProcessor | None:
-    """What turns media into the model's inputs; None for a model that reads text only."""
-    processor = load_processor(model_path, trust_remote_code=config.model.trust_remote_code)
-    if processor is None:
-        return None
-    media = config.media
-    return MediaProcessor(
-        processor, media.processor_kwargs, sound_in_video=media.sound_in_video, cache_bytes=media.cache_bytes
+    trust = config.model.trust_remote_code
+    return ChatRenderer(
+        load_tokenizer(model_path, trust_remote_code=trust),
+        config.chat,
+        extra_stop_token_ids=_generation_stops(model_path),
+        processor=MediaProcessor.load(model_path, config.media, trust_remote_code=trust),
     )
 
 

@@ -12,13 +12,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_gym.config import MediaConfig
 from relax_gym.errors import MediaError, ModelError, TemplateError
 from relax_gym.media.items import KINDS, Audio, Image, Kind, Media, Video
+from relax_gym.models import load_processor
 from relax_gym.types import Placed
 
 if TYPE_CHECKING:
@@ -100,6 +103,19 @@ class MediaProcessor:
         ids = [id for kind in KINDS for id in getattr(self.processor, f"{kind}_token_ids", ())]
         self.placeholder_ids = np.array(sorted({int(id) for id in ids if id is not None}), dtype=np.int64)
         self._pattern = re.compile("|".join(f"(?P<{kind}>{re.escape(token)})" for kind, token in self.tokens.items()))
+
+    @classmethod
+    def load(cls, folder: Path, config: MediaConfig, *, trust_remote_code: bool = False) -> MediaProcessor | None:
+        """The processor of a model folder; None when the model reads text only. Raises ModelError when it is broken."""
+        processor = load_processor(folder, trust_remote_code=trust_remote_code)
+        if processor is None:
+            return None
+        return cls(
+            processor,
+            config.processor_kwargs,
+            sound_in_video=config.sound_in_video,
+            cache_bytes=config.cache_bytes,
+        )
 
     @property
     def audio_rate(self) -> int | None:

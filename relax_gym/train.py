@@ -331,7 +331,8 @@ class Trainer:
 
     def _write_checkpoint(self, folder: Path) -> None:
         self._learner.export(folder)
-        self._parts.context.tokenizer.save_pretrained(folder)
+        context = self._parts.context
+        (context.processor.processor if context.processor else context.tokenizer).save_pretrained(folder)
         self._learner.save_state(folder)
 
     async def _watch_loop(self) -> None:

@@ -130,6 +130,7 @@ def load_distiller(
         budget=options.micro_batch_tokens,
         share_prefix=options.share_prefix,
         trust_remote_code=trust,
+        media=context.config.media,
     )
 
     def load(name: str) -> Teacher:

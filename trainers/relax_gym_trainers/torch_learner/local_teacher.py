@@ -76,6 +76,7 @@ class LocalTeacher(Teacher):
             budget=options.micro_batch_tokens,
             share_prefix=options.share_prefix,
             trust_remote_code=trust,
+            media=config.media,
         )
         plan = _Plan(
             folder=resolve_model(ModelConfig(name=model, trust_remote_code=trust)),

@@ -62,7 +62,7 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed: int) -> None:
-    """Freeze what `freeze` names, or put adapters into the model and freeze the rest.
+    """Freeze what `freeze` names and, if asked, the encoders; or put adapters into the model and freeze the rest.
 
     Raises:
         ConfigError: a pattern or target that matches nothing, nothing left to train, or peft is missing.
@@ -73,6 +73,14 @@ def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed:
                 "learner.freeze and learner.lora exclude each other: lora already freezes all but adapters"
             )
         _add_adapters(model, options.lora, seed)
+    if options.freeze_encoders:
+        encoders = encoder_parameters(model)
+        if not encoders:
+            raise ConfigError(
+                f"learner.freeze_encoders = true, but {type(model).__name__} has no encoder of images, video or audio"
+            )
+        for parameter in encoders:
+            parameter.requires_grad_(False)
     names = [name for name, _ in model.named_parameters()]
     for pattern in options.freeze:
         matched = fnmatch.filter(names, pattern)
@@ -82,6 +90,13 @@ def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"learner.freeze = {list(options.freeze)} leaves no parameter to train")
+
+
+def encoder_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """All parameters but those of the text decoder and the head."""
+    whole: Any = model
+    text = {id(p) for part in (whole.get_decoder(), whole.get_output_embeddings()) for p in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in text]
 
 
 def _add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> None:

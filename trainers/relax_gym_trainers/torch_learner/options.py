@@ -40,6 +40,9 @@ class TorchLearnerOptions(Options):
     activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
     freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
+    freeze_encoders: bool = Field(
+        False, description="do not train what turns images, video and audio into embeddings: encoders and projectors"
+    )
     lora: LoraOptions | None = None
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits over the vocabulary exist at one time")
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_gym.errors import ModelError
+from relax_gym.errors import ModelError, TrainingError
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
 from relax_gym_trainers.torch_learner.logprobs import MIN_LOGIT, Head, _HeadLogProbs, linear
 from relax_gym_trainers.torch_learner.packing import IntArray, MicroBatch
@@ -151,10 +151,23 @@ class Policy:
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
 
     def _media_inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """What the model takes besides text: its encoders' inputs, position ids of several axes, token types."""
+        """What the model takes besides text: its encoders' inputs, position ids of several axes, token types.
+
+        Raises:
+            TrainingError: the ids have placeholders without their items, or the model reads text only.
+        """
         processor = self.processor
         if processor is None:
+            if batch.media:
+                raise TrainingError(f"{type(self.model).__name__} reads text only, but samples have {batch.media[0]!r}")
             return {}
+        present = int(np.isin(batch.ids, processor.placeholder_ids).sum())
+        needed = sum(processor.features(item).placeholders for item in batch.media)
+        if present != needed:
+            raise TrainingError(
+                f"samples have {present} image, video and audio tokens, but their media stand for {needed}; a sampler "
+                "must not sample such tokens, and media must travel with the ids"
+            )
         more: dict[str, Tensor] = {}
         if self._takes_types:
             more["token_type_ids"] = torch.from_numpy(np.stack([processor.token_types(row) for row in batch.ids]))

@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from relax_gym.config import MediaConfig
 from relax_gym.errors import ModelError
 from relax_gym.models import load_tokenizer
+from relax_gym.processing import MediaProcessor
 from relax_gym.teacher import Teacher, TeacherScores
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner import model as models
@@ -37,6 +39,7 @@ class TeacherSettings:
     budget: int
     share_prefix: bool
     trust_remote_code: bool
+    media: MediaConfig
 
 
 class FrozenTeacher(Teacher):
@@ -108,6 +111,7 @@ def load_teacher(
         dtype=settings.dtype,
         chunk=settings.chunk,
         share_prefix=settings.share_prefix,
+        processor=MediaProcessor.load(folder, settings.media, trust_remote_code=trust),
     )
     # Only now: the probes of Policy tell two ways to compute the same thing apart in float32.
     model.to(settings.device, settings.dtype)  # type: ignore[arg-type]
