@@ -39,7 +39,10 @@ class BatchParams:
         self.filtered = [
             row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p)
         ]
-        self.bias = [params[row].logit_bias for row in self.biased]
+        entries = [(row, *entry) for row in self.biased for entry in params[row].logit_bias.items()]
+        self.bias_rows = torch.tensor([row for row, _, _ in entries], dtype=torch.long, device=device)
+        self.bias_ids = torch.tensor([id for _, id, _ in entries], dtype=torch.long, device=device)
+        self.bias = torch.tensor([value / (params[row].temperature or 1.0) for row, _, value in entries], device=device)
         chosen = [params[row] for row in self.filtered]
         self.top_k = torch.tensor([[p.top_k or 2**62] for p in chosen], device=device)
         self.top_p = torch.tensor([[p.top_p] for p in chosen], dtype=torch.float64, device=device)
@@ -114,14 +117,7 @@ def _first_above(parts: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _biased(scores: Tensor, batch: BatchParams) -> Tensor:
-    scores = scores.clone()
-    for row, bias in zip(batch.biased, batch.bias, strict=True):
-        ids = torch.tensor(list(bias), device=scores.device)
-        values = torch.tensor(list(bias.values()), device=scores.device)
-        if batch.temperature is not None:
-            values = values / batch.temperature[row]
-        scores[row, ids] += values
-    return scores
+    return scores.index_put((batch.bias_rows, batch.bias_ids), batch.bias, accumulate=True)
 
 
 def _filter(weights: Tensor, batch: BatchParams) -> Tensor:
