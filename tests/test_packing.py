@@ -1,13 +1,17 @@
 """Golden integers: samples in, rows and micro-batches out."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from learner_cases import random_batch, sample
 
 from relax_gym.errors import TrainingError
-from relax_gym_trainers.torch_learner.policy import tree_mask
+from relax_gym.media import Image
+from relax_gym.types import Placed, TrainingSample
 from relax_gym_trainers.torch_learner.packing import build_rows, pack
+from relax_gym_trainers.torch_learner.policy import tree_mask
 
 A = sample([5, 6, 7, 10, 11, 12], [0, 0, 0, 1, 1, 1], advantage=1.0, logprobs=[0, 0, 0, -1, -2, -3])
 B = sample([5, 6, 7, 20, 30, 21, 1], [0, 0, 0, 1, 0, 1, 0], advantage=-1.0, logprobs=[0, 0, 0, -4, 0, -5, 0])
@@ -107,3 +111,41 @@ def test_the_size_of_a_tree_weighs_the_prompt_against_attention():
     assert members(0.0) == [8]
     assert members(0.05) == [4, 4]
     assert members(1.0) == [2] * 4
+
+
+def image(shade: int) -> Image:
+    return Image(pixels=np.full((2, 2, 3), shade, dtype=np.uint8))
+
+
+def with_media(plain: TrainingSample, *placed: tuple[Image, int, int]) -> TrainingSample:
+    items = tuple(Placed(media=media, start=start, end=end) for media, start, end in placed)
+    return dataclasses.replace(plain, media=items)
+
+
+RED, BLUE, LATER = image(1), image(2), image(3)
+
+
+def test_k57_media_of_a_shared_prompt_are_held_once_and_those_of_later_turns_follow() -> None:
+    first = with_media(A, (RED, 1, 2))
+    second = with_media(B, (RED, 1, 2), (LATER, 4, 5))
+    (batch,) = pack([first, second], budget=100, share_prefix=True)
+    assert batch.media == (RED, LATER)
+    apart = pack([first, second], budget=100, share_prefix=False)
+    assert [item for batch in apart for item in batch.media] == [RED, RED, LATER]
+
+
+def test_equal_ids_with_different_images_share_nothing() -> None:
+    rows = build_rows([with_media(A, (RED, 1, 2)), with_media(B, (BLUE, 1, 2))], budget=100, share_prefix=True)
+    assert [row.members for row in rows] == [(0,), (1,)]
+    (both,) = build_rows([with_media(A, (RED, 1, 2)), with_media(B, (image(1), 1, 2))], budget=100, share_prefix=True)
+    assert both.members == (0, 1)
+
+
+def test_media_after_the_last_trained_token_are_not_computed() -> None:
+    (batch,) = pack([with_media(B, (RED, 0, 2), (LATER, 6, 7))], budget=100, share_prefix=True)
+    assert batch.media == (RED,)
+
+
+def test_k48_a_batch_may_begin_with_a_sample_without_media() -> None:
+    (batch,) = pack([C, with_media(A, (RED, 1, 2))], budget=100, share_prefix=True)
+    assert batch.media == (RED,)

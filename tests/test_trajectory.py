@@ -1,7 +1,11 @@
+import dataclasses
+
+import numpy as np
 import pytest
 
+from relax_gym.media import Image
 from relax_gym.trajectory import to_samples, with_advantage
-from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory, Turn
+from relax_gym.types import Completion, FinishReason, Placed, StopReason, Task, Trajectory, Turn
 
 
 def turn(context: list[int], said: list[int], *, version: int = 0, new: bool = False, reward: float = 0.0) -> Turn:
@@ -70,3 +74,20 @@ def test_k30_nan_logprobs_are_refused() -> None:
 
 def test_an_episode_without_turns_gives_no_sample() -> None:
     assert to_samples(episode(), "g") == []
+
+
+def test_k57_media_of_all_turns_are_placed_in_the_sample_of_their_segment() -> None:
+    first, second, third = (Image(pixels=np.full((1, 1, 3), shade, dtype=np.uint8)) for shade in range(3))
+
+    def showing(plain: Turn, image: Image, start: int, end: int) -> Turn:
+        return dataclasses.replace(plain, media=(Placed(media=image, start=start, end=end),))
+
+    turns = [
+        showing(turn([1, 2, 3], [4]), first, 1, 3),
+        turn([5], [6]),
+        showing(turn([7, 8], [9]), second, 0, 2),
+        showing(turn([1, 2], [3], new=True), third, 0, 1),
+    ]
+    one, two = to_samples(episode(*turns), "g")
+    assert [(placed.media, placed.start, placed.end) for placed in one.media] == [(first, 1, 3), (second, 6, 8)]
+    assert [(placed.media, placed.start, placed.end) for placed in two.media] == [(third, 0, 1)]
