@@ -222,3 +222,57 @@ def test_state_leaves_the_rows_behind() -> None:
     other.reset(seed=1)
     other.set_state(pickle.loads(saved))
     assert other.step("7").reward == 1.0
+
+
+# Media ---------------------------------------------------------------------------------------------------------------
+
+
+def content(env: DatasetEnv, seed: int = 0) -> Any:
+    return env.reset(seed=seed)[0][0]["content"]
+
+
+def test_media_fields_come_before_the_prompt_or_where_it_marks_them(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Which?", "answer": "a", "photo": "cat.png", "sound": None},
+        {
+            "prompt": "<image>Is this like <image>? <audio>",
+            "answer": "b",
+            "photo": ["a.png", "/b.png"],
+            "sound": "c.wav",
+        },
+        {"prompt": "Plain <image> text", "answer": "c"},
+    ]
+    env = DatasetEnv(path=write(tmp_path, rows), media={"image": "photo", "audio": "sound"})
+    assert content(env, 0) == [
+        {"type": "image", "image": str(tmp_path / "cat.png")},
+        {"type": "text", "text": "Which?"},
+    ]
+    assert content(env, 1) == [
+        {"type": "image", "image": str(tmp_path / "a.png")},
+        {"type": "text", "text": "Is this like "},
+        {"type": "image", "image": "/b.png"},
+        {"type": "text", "text": "? "},
+        {"type": "audio", "audio": str(tmp_path / "c.wav")},
+    ]
+    assert content(env, 2) == "Plain <image> text"
+    same = {"prompt": "?", "answer": "", "photo": "https://example.org/cat.png"}
+    assert content(DatasetEnv(rows=[same], media={"image": "photo"}))[0]["image"] == same["photo"]
+
+
+def test_markers_that_do_not_fit_the_row_are_refused() -> None:
+    env = DatasetEnv(rows=[{"prompt": "<image> and <image>", "answer": "", "photo": "a.png"}], media={"image": "photo"})
+    with pytest.raises(EnvError, match=r"^the prompt marks image, image, but the row has image$"):
+        env.reset(seed=0)
+    assert refused(rows=ROWS, media={"picture": "photo"}).startswith("media is 'picture'")
+
+
+def test_images_of_a_data_set_stay_encoded(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from PIL import Image
+
+    rows = {"prompt": ["Which?"], "answer": ["a"], "photo": [Image.new("RGB", (3, 2), "red")]}
+    table = datasets.Dataset.from_dict(rows).cast_column("photo", datasets.Image())
+    table.save_to_disk(str(tmp_path / "saved"))
+    part = content(DatasetEnv(dataset=str(tmp_path / "saved"), media={"image": "photo"}))[0]
+    assert part["type"] == "image"
+    assert part["image"]["bytes"].startswith(b"\x89PNG")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,42 @@ def check_row(row: Any, place: str, prompt_field: str, answer_field: str) -> Non
             check_messages(prompt)
         except EnvError as error:
             raise ConfigError(f"{place}: field {prompt_field!r} is neither a string nor messages: {error}") from error
+
+
+def with_media(prompt: str, row: Row, fields: Mapping[str, str], folder: Path | None) -> str | list[dict[str, Any]]:
+    """A prompt as content parts: what the row's fields of each kind hold, where `<image>`, `<video>` or `<audio>` stand
+    in the prompt, or all of it in front when there are no such markers. Relative paths are looked up in `folder`.
+
+    Raises:
+        EnvError: the prompt has other markers than the row has items.
+    """
+    items = {kind: [_located(item, folder) for item in _items(row, field)] for kind, field in fields.items()}
+    parts = [{"type": kind, kind: item} for kind, found in items.items() for item in found]
+    pieces = re.split(f"<({'|'.join(fields)})>", prompt)
+    if not parts or len(pieces) == 1:
+        return [*parts, {"type": "text", "text": prompt}] if parts else prompt
+    if sorted(pieces[1::2]) != sorted(part["type"] for part in parts):
+        raise EnvError(f"the prompt marks {', '.join(pieces[1::2])}, but the row has {', '.join(map(_kind, parts))}")
+    waiting = {kind: iter(found) for kind, found in items.items()}
+    placed = [
+        {"type": piece, piece: next(waiting[piece])} if at % 2 else {"type": "text", "text": piece}
+        for at, piece in enumerate(pieces)
+    ]
+    return [part for part in placed if part.get("text") != ""]
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    return str(part["type"])
+
+
+def _items(row: Row, field: str) -> list[Any]:
+    value = row.get(field)
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _located(item: Any, folder: Path | None) -> Any:
+    relative = isinstance(item, str) and folder is not None and ":" not in item and not Path(item).is_absolute()
+    return str(folder / item) if relative and folder is not None else item
 
 
 def load_rows(
@@ -122,7 +159,8 @@ def _read_parquet(file: Path) -> list[Row]:
 def load_hub(name: str, split: str, prompt_field: str, answer_field: str) -> Sequence[Row]:
     """Rows of a Hugging Face data set: a folder that `save_to_disk` wrote, or whatever `load_dataset` takes.
 
-    Columns are checked here; the values of a row when it is used, so that nothing is decoded before.
+    Columns are checked here; the values of a row when it is used. Images, audio and videos stay encoded: they are
+    decoded like all media, in workers that a broken file cannot stop.
     """
     try:
         import datasets
@@ -138,6 +176,9 @@ def load_hub(name: str, split: str, prompt_field: str, answer_field: str) -> Seq
         if split not in found:
             raise ConfigError(f"data set {name!r} has no split {split!r}{suggestion(split, found)}")
         found = found[split]
+    for column, feature in found.features.items():
+        if getattr(feature, "decode", False):
+            found = found.cast_column(column, type(feature)(decode=False))
     rows: Sequence[Row] = found
     if len(rows) == 0:
         raise ConfigError(f"data set {name!r}, split {split!r} has no rows; at least one is needed")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from relax_gym import Env, Message, StepResult, user
 from relax_gym.errors import ConfigError, EnvError
-from relax_gym_envs._rows import Row, RowOptions, check_row, load_rows
+from relax_gym.media import KINDS
+from relax_gym_envs._rows import Row, RowOptions, check_row, load_rows, with_media
 from relax_gym_envs._text import check_choice, last_number
 
 
@@ -23,6 +25,8 @@ class DatasetEnv(Env):
         split: which split of `dataset`.
         prompt_field: field with the prompt: a string (one user message) or a list of chat messages.
         answer_field: field with the expected answer; an empty string when the rows have none.
+        media: fields with images, videos or audio for prompts that are strings, such as `{"image": "photo"}`. A field
+            holds one item or a list; they go where `<image>`, `<video>`, `<audio>` stand in the prompt, else before it.
         system: system message put before prompts that bring none.
         match: how the env itself scores: "none" always 0, "exact" equal but for case and outer spaces, "numeric" equal
             last numbers; both give 1 or 0.
@@ -39,12 +43,16 @@ class DatasetEnv(Env):
         split: str = "train",
         prompt_field: str = "prompt",
         answer_field: str = "answer",
+        media: Mapping[str, str] | None = None,
         system: str | None = None,
         match: str = "none",
     ) -> None:
         check_choice("match", match, ("none", "exact", "numeric"))
         if match != "none" and not answer_field:
             raise ConfigError(f"match = {match!r} needs answer_field; name the field with the expected answer")
+        for kind in media or {}:
+            check_choice("media", kind, KINDS)
+        self.media, self.folder = dict(media or {}), None if path is None else Path(path).expanduser().absolute().parent
         self.prompt_field, self.answer_field, self.system, self.match = prompt_field, answer_field, system, match
         self.rows = load_rows(path, rows, dataset, split, prompt_field, answer_field)
 
@@ -67,7 +75,10 @@ class DatasetEnv(Env):
         if self.match == "numeric" and last_number(str(self.row[self.answer_field])) is None:
             raise EnvError(f"{place}: match = 'numeric' but {self.answer_field!r} has no number: {row!r:.200}")
         prompt = copy.deepcopy(self.row[self.prompt_field])
-        messages = user(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            messages = user(with_media(prompt, self.row, self.media, self.folder))
+        else:
+            messages = list(prompt)
         if self.system is not None and (not messages or messages[0]["role"] != "system"):
             messages.insert(0, {"role": "system", "content": self.system})
         return messages, self._info()
