@@ -17,6 +17,7 @@ from relax_gym.cleanup import Cleanup, closed_on_failure
 from relax_gym.config import ModelConfig, RunConfig, dump_config, load_algorithms, plugin_options
 from relax_gym.env_driver import EnvDriver
 from relax_gym.errors import ModelError, RelaxGymError
+from relax_gym.media.loader import MediaLoader
 from relax_gym.models import positions, resolve_model
 from relax_gym.plugins import plugins
 from relax_gym.preflight import check_tools, probe_envs
@@ -167,18 +168,26 @@ async def _rehearse(
     """Play and score one episode of each task; then the rewards are closed."""
     timeout, threads = config.rollout.reward_timeout, WorkerThreads("env")
     rehearsals: list[Rehearsal] = []
+    loader = MediaLoader(config.media, processor=renderer.processor)
     async with Cleanup() as cleanup:
         cleanup.add(threads.close)
+        cleanup.add(loader.close)
         cleanup.add(partial(close_rewards, rewards, timeout=timeout, threads=threads))
         for task in tasks:
-            actor, trajectory = await _play(task, f"dry-{len(rehearsals)}", config, renderer, budget, threads)
+            actor, trajectory = await _play(task, f"dry-{len(rehearsals)}", config, renderer, budget, threads, loader)
             trajectory = await score(trajectory, rewards, timeout=timeout, threads=threads)
             rehearsals.append(_rehearsal(task, actor, trajectory, renderer))
     return rehearsals
 
 
 async def _play(
-    task: Task, episode_id: str, config: RunConfig, renderer: ChatRenderer, budget: int, threads: WorkerThreads
+    task: Task,
+    episode_id: str,
+    config: RunConfig,
+    renderer: ChatRenderer,
+    budget: int,
+    threads: WorkerThreads,
+    loader: MediaLoader,
 ) -> tuple[str, Trajectory]:
     rules = config.rollout
     actors: list[str] = []
@@ -203,6 +212,7 @@ async def _play(
             episode_timeout=rules.episode_timeout,
         ),
         threads=threads,
+        loader=loader,
     )
     return actors[-1] if actors else "nobody", trajectory
 

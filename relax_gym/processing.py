@@ -120,7 +120,7 @@ class MediaProcessor:
     @property
     def audio_rate(self) -> int | None:
         """Samples per second that the model hears; None when it hears nothing."""
-        extractor = getattr(self.processor, "feature_extractor", None)
+        extractor = getattr(self.processor, "feature_extractor", None) or getattr(self.processor, "audio_processor", None)
         return None if extractor is None else int(extractor.sampling_rate)
 
     def features(self, media: Media) -> Features:
@@ -129,18 +129,15 @@ class MediaProcessor:
         Raises:
             MediaError: the model does not read such items, or its processor refuses this one.
         """
-        with self._lock:
+        with self._lock:  # the tokenizer inside the processor must not be used by two threads at once
             if (known := self._cache.get(media.digest)) is not None:
                 self._cache.move_to_end(media.digest)
                 return known
-        made = self._process(media)
-        with self._lock:
-            known = self._cache.setdefault(media.digest, made)
-            if known is made:
-                self._cached_bytes += made.nbytes
-                while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-                    self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
-        return known
+            made = self._cache[media.digest] = self._process(media)
+            self._cached_bytes += made.nbytes
+            while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+            return made
 
     def _process(self, media: Media) -> Features:
         token = self.tokens.get(media.kind)
@@ -196,13 +193,13 @@ class MediaProcessor:
             duration=video.duration,
             frames_indices=[int(index) for index in indices],
         )
+        given = self._kwargs.get("videos_kwargs", {})
+        # Some processors have a default size of their own that would replace that of the model's configuration.
+        size = {"size": dict(self.processor.video_processor.size)}
         arguments: dict[str, Any] = {
             "videos": [torch.from_numpy(video.frames.copy()).permute(0, 3, 1, 2)],
             "video_metadata": [metadata],
-            "do_sample_frames": False,
-            "fps": video.sampled_fps,
-            # Some processors have defaults of their own that would replace those of the model's configuration.
-            "size": dict(self.processor.video_processor.size),
+            "videos_kwargs": {**size, **given, "do_sample_frames": False, "fps": video.sampled_fps},
         }
         if self._sound_in_video and video.audio is not None:
             sound = {"audio": [video.audio.samples], "sampling_rate": video.audio.rate}

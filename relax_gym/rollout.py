@@ -61,7 +61,7 @@ async def rollout(
     params: SamplingParams,
     limits: Limits,
     threads: WorkerThreads,
-    loader: MediaLoader | None = None,
+    loader: MediaLoader,
     turnstile: Turnstile | None = None,
 ) -> Trajectory:
     """Play one episode. Whatever the env does, a Trajectory comes back with all turns so far; it is not scored yet.
@@ -74,7 +74,6 @@ async def rollout(
     Raises:
         Whatever is no fault of the env: SamplerError, cancellation, a bug of ours. The env is closed all the same.
     """
-    loader = loader or MediaLoader(processor=renderer.processor)
     episode = _Episode(task, open_session, renderer, params, limits, threads, loader, turnstile or Turnstile())
     error: EpisodeError | None = None
     try:

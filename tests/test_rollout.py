@@ -9,6 +9,7 @@ from faulty_envs import closes
 
 from relax_gym.chat import ChatRenderer
 from relax_gym.errors import SamplerError
+from relax_gym.media.loader import MediaLoader
 from relax_gym.rollout import Limits, rollout
 from relax_gym.sampler import SamplingParams
 from relax_gym.testing import ScriptedSampler, tiny_tokenizer
@@ -50,6 +51,7 @@ def play(
                 episode_timeout=episode_timeout,
             ),
             threads=WorkerThreads("env"),
+            loader=MediaLoader(),
         )
 
     return asyncio.run(main())
@@ -168,6 +170,7 @@ def test_a_cancelled_episode_closes_its_env_once() -> None:
                 params=SamplingParams(max_new_tokens=4),
                 limits=Limits(max_turns=2, max_context=999),
                 threads=WorkerThreads("env"),
+                loader=MediaLoader(),
             )
         )
         while not sampler.requests:  # noqa: ASYNC110 (the sampler has no event to wait for)
