@@ -139,6 +139,23 @@ class MediaProcessor:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
             return made
 
+    def fitted(self, media: Media, max_tokens: int | None = None) -> Media:
+        """The item, or as much of a video as stands for at most `max_tokens` tokens. Its features are made here.
+
+        Raises:
+            MediaError: not even one frame fits; and as `features`.
+        """
+        tokens = self.features(media).placeholders
+        if not isinstance(media, Video) or max_tokens is None or tokens <= max_tokens:
+            return media
+        if len(media.frames) == 1:
+            raise MediaError(
+                f"one frame of {media!r} is {tokens} tokens, media.video_max_tokens = {max_tokens}; raise it, or set "
+                "media.resize_pixels to make frames smaller"
+            )
+        fewer = min(len(media.frames) - 1, len(media.frames) * max_tokens // tokens)
+        return self.fitted(media.thinned(max(1, fewer)), max_tokens)
+
     def _process(self, media: Media) -> Features:
         token = self.tokens.get(media.kind)
         if token is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -127,6 +128,12 @@ class Video(Media):
     def sampled_fps(self) -> float:
         """Frames per second of the frames that are here."""
         return len(self.frames) / self.duration
+
+    def thinned(self, count: int) -> Video:
+        """The same video with `count` of its frames, spread evenly from its first to its last."""
+        kept = np.rint(np.linspace(0, len(self.frames) - 1, count)).astype(np.int64)
+        frames, times, indices = self.frames[kept], self.times[kept], self.indices[kept]
+        return dataclasses.replace(self, frames=frames, times=times, indices=indices)
 
     @property
     def nbytes(self) -> int:
