@@ -120,7 +120,8 @@ class MediaProcessor:
     @property
     def audio_rate(self) -> int | None:
         """Samples per second that the model hears; None when it hears nothing."""
-        extractor = getattr(self.processor, "feature_extractor", None) or getattr(self.processor, "audio_processor", None)
+        names = ("feature_extractor", "audio_processor")
+        extractor = next((found for name in names if (found := getattr(self.processor, name, None))), None)
         return None if extractor is None else int(extractor.sampling_rate)
 
     def features(self, media: Media) -> Features:
@@ -175,9 +176,12 @@ class MediaProcessor:
                 f"{type(self.processor).__name__} gives {', '.join(sorted(unknown))}, which relax-gym cannot hand to "
                 "the model; this model family is not supported"
             )
+        placeholders = int(np.isin(out["input_ids"][0].numpy(), self.placeholder_ids).sum())
+        if not placeholders:
+            raise MediaError(f"{type(self.processor).__name__} makes no token of {media!r}; give a longer one")
         return Features(
             text=replacement["replacement"],
-            placeholders=int(np.isin(out["input_ids"][0].numpy(), self.placeholder_ids).sum()),
+            placeholders=placeholders,
             tensors={key: out[key] for key in sorted(out.keys() & MERGED)},
         )
 
@@ -201,7 +205,10 @@ class MediaProcessor:
         if not np.allclose(indices / scale, video.times, atol=1e-3):
             # A variable frame rate: processors know only numbers of frames, so milliseconds are counted as frames.
             scale, indices, total = 1000.0, np.rint(video.times * 1000), round(video.duration * 1000)
-        _, height, width, _ = video.frames.shape
+        # Some processors refuse fewer frames than a patch has; the others repeat the last one too.
+        lacking = getattr(self.processor.video_processor, "temporal_patch_size", 1) - len(video.frames)
+        frames = np.concatenate([video.frames, video.frames[-1:].repeat(max(0, lacking), axis=0)])
+        _, height, width, _ = frames.shape
         metadata = VideoMetadata(
             total_num_frames=total,
             fps=scale,
@@ -214,11 +221,11 @@ class MediaProcessor:
         # Some processors have a default size of their own that would replace that of the model's configuration.
         size = {"size": dict(self.processor.video_processor.size)}
         arguments: dict[str, Any] = {
-            "videos": [torch.from_numpy(video.frames.copy()).permute(0, 3, 1, 2)],
+            "videos": [torch.from_numpy(frames).permute(0, 3, 1, 2)],
             "video_metadata": [metadata],
             "videos_kwargs": {**size, **given, "do_sample_frames": False, "fps": video.sampled_fps},
         }
-        if self._sound_in_video and video.audio is not None:
+        if self._sound_in_video and video.audio is not None and "audio" in self.tokens:
             sound = {"audio": [video.audio.samples], "sampling_rate": video.audio.rate}
             arguments |= {**sound, "load_audio_from_video": True, "audio_from_video_indices": [0]}
         return arguments
