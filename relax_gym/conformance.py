@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from relax_gym.env import Env, StepResult, attribute, check_reset, check_step
+from relax_gym.media.items import Media
 from relax_gym.registry import make
 from relax_gym.types import Message
 from relax_gym.workers import LimitedThread
@@ -327,7 +328,8 @@ def _parts(observations: list[list[Message]]) -> Iterator[Mapping[str, Any]]:
 
 
 def _may_be_media(value: Any) -> bool:
-    return isinstance(value, str | bytes | Path | np.ndarray | Mapping | list | tuple) or hasattr(value, "tobytes")
+    forms = str | bytes | Path | np.ndarray | Mapping | list | tuple | Media
+    return isinstance(value, forms) or hasattr(value, "tobytes")
 
 
 def _compare(expected: _Episode, got: _Episode, what: str) -> None:

@@ -8,5 +8,8 @@ ENVS = {
     "relax_gym/Wordle-v0": "relax_gym_envs.wordle:Wordle",
     "relax_gym/TicTacToe-v0": "relax_gym_envs.tic_tac_toe:TicTacToe",
     "relax_gym/GridWorld-v0": "relax_gym_envs.grid_world:GridWorld",
+    "relax_gym/VideoQuestion-v0": "relax_gym_envs.video_question:VideoQuestion",
+    "relax_gym/AudioQuestion-v0": "relax_gym_envs.audio_question:AudioQuestion",
+    "relax_gym/OmniQuestion-v0": "relax_gym_envs.omni_question:OmniQuestion",
     "relax_gym/Dataset-v0": "relax_gym_envs.dataset:DatasetEnv",
 }
