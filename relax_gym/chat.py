@@ -67,7 +67,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self.processor = processor
         self.config = config or ChatConfig()
-        self.template = ChatTemplate(tokenizer, self.config, frozenset(processor.tokens if processor else ()))
+        self.template = ChatTemplate(tokenizer, self.config, processor.tokens if processor else None)
         candidates = (self.template.turn_end_id, tokenizer.eos_token_id, *extra_stop_token_ids)
         self._stop_token_ids = tuple(dict.fromkeys(int(id) for id in candidates if id is not None))
         self._preserving: dict[str, bool] = {}

@@ -10,7 +10,7 @@ import inspect
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,12 +275,14 @@ class MediaProcessor:
 
     # Model inputs ----------------------------------------------------------------------------------------------------
 
-    def inputs(self, media: Sequence[Media]) -> dict[str, Tensor]:
-        """The model's arguments for items in the order of their placeholders, row after row of a batch."""
+    def inputs(self, media: Sequence[Media], names: Container[str] | None = None) -> dict[str, Tensor]:
+        """The model's arguments (those of some names, if given) for items in the order of their placeholders, row after
+        row of a batch."""
         parts: dict[str, list[Tensor]] = {}
         for item in media:
             for key, tensor in self.features(item).tensors.items():
-                parts.setdefault(key, []).append(tensor)
+                if names is None or key in names:
+                    parts.setdefault(key, []).append(tensor)
         return {key: _join(key, tensors) for key, tensors in parts.items()}
 
     def token_types(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
@@ -295,19 +297,48 @@ class MediaProcessor:
 
     def positions(
         self, model: PreTrainedModel, ids: NDArray[np.integer[Any]], media: Sequence[Media]
-    ) -> NDArray[np.int64]:
+    ) -> NDArray[np.number[Any]]:
         """Position ids of one whole sequence, computed from its ids and the grids of its items: [3, L] for a model with
-        several axes, else and without media [L].
+        several axes, else and without media [L]. Some models have fractions between the frames of a video.
         """
+        if self.rope_index(model) is None or not media:
+            return np.arange(len(ids))
+        found: list[NDArray[np.number[Any]]] = []
+        for part, items in self._stretches(ids, media):
+            found.append(self._axes(model, part, items) + (found[-1].max() + 1 if found else 0))
+        return np.concatenate(found, axis=1)
+
+    def _stretches(
+        self, ids: NDArray[np.integer[Any]], media: Sequence[Media]
+    ) -> Iterator[tuple[NDArray[np.integer[Any]], Sequence[Media]]]:
+        """The sequence, cut before each video that is heard where the last was not, or the other way round: models'
+        functions take them all for one or the other. Two tokens of a heard video are in front of its first placeholder.
+        """
+        start, first, last = 0, 0, None
+        for index, placed in enumerate(self.place(ids, media)):
+            if not isinstance(placed.media, Video):
+                continue
+            heard = self._heard(placed.media)
+            if last is not None and heard != last:
+                end = placed.start - (2 if heard else 1)
+                yield ids[start:end], media[first:index]
+                start, first = end, index
+            last = heard
+        yield ids[start:], media[first:]
+
+    def _heard(self, media: Media) -> bool:
+        return isinstance(media, Video) and "input_features" in self.features(media).tensors
+
+    def _axes(
+        self, model: PreTrainedModel, ids: NDArray[np.integer[Any]], media: Sequence[Media]
+    ) -> NDArray[np.number[Any]]:
         import torch
 
         compute = self.rope_index(model)
-        if compute is None or not media:
-            return np.arange(len(ids))
-        tensors = self.inputs(media)
+        wanted = inspect.signature(compute).parameters
+        tensors = self.inputs(media, {*wanted, "video_second_per_grid", "feature_attention_mask"})
         row = torch.from_numpy(ids.astype(np.int64))[None]
         mask = tensors.get("feature_attention_mask")
-        sounded = [isinstance(item, Video) and "input_features" in self.features(item).tensors for item in media]
         given = {
             **tensors,
             "input_ids": row,
@@ -315,11 +346,11 @@ class MediaProcessor:
             "mm_token_type_ids": torch.from_numpy(self.token_types(ids)[None]),
             "second_per_grids": tensors.get("video_second_per_grid"),
             "audio_seqlens": None if mask is None else mask.sum(-1),
-            "use_audio_in_video": any(sounded),
+            "use_audio_in_video": any(map(self._heard, media)),
         }
-        wanted = inspect.signature(compute).parameters
         found = compute(**{name: given[name] for name in wanted if given.get(name) is not None})[0]
-        return np.asarray(found[:, 0].cpu().numpy(), dtype=np.int64)
+        positions: NDArray[np.number[Any]] = found[:, 0].cpu().numpy()
+        return positions
 
 
 def _join(key: str, tensors: Sequence[Tensor]) -> Tensor:

@@ -6,13 +6,14 @@ Nothing is assumed about a template. It is asked: sentinels are rendered, and wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from relax_gym.errors import TemplateError
+from relax_gym.media.items import Kind
 from relax_gym.messages import Dialect, adapt, check_media, content_text, squash
 from relax_gym.types import Message, Tool
 
@@ -88,13 +89,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, media: frozenset[str] = frozenset()
+        self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, media: Mapping[Kind, str] | None = None
     ) -> None:
-        self.tokenizer, self.config, self._media = tokenizer, config, media
+        """`media` are the kinds that the model reads, each with the text that the template writes for it."""
+        self.tokenizer, self.config, self._media = tokenizer, config, dict(media or {})
         self._source = _source(tokenizer, config)
         added = tokenizer.added_tokens_decoder
         names = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
         self._special_ids = {id for id, token in added.items() if token.content in names}
+        names |= set(self._media.values())  # a placeholder need not be a token
         pattern = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
         self._special = re.compile(pattern) if names else None
         self._shielded = re.compile(f"{_START}({pattern}){_END}")
@@ -154,7 +157,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template would silently drop some of them, or the model does not read their media.
         """
-        check_media(messages, self._media)
+        check_media(messages, frozenset(self._media))
         shielded = [self._shield(message) for message in messages]
         return adapt(shielded, self.dialect, preamble=preamble, name=self.name)
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_gym.errors import ModelError, TrainingError
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
 from relax_gym_trainers.torch_learner.logprobs import MIN_LOGIT, Head, _HeadLogProbs, linear
-from relax_gym_trainers.torch_learner.packing import IntArray, MicroBatch
+from relax_gym_trainers.torch_learner.packing import MicroBatch
 from relax_gym_trainers.torch_learner.replay import RouterReplay
 
 if TYPE_CHECKING:
@@ -177,16 +178,18 @@ class Policy:
                 more["position_ids"] = torch.from_numpy(self._axes(batch, processor))
         return {name: tensor.to(self.device) for name, tensor in more.items()}
 
-    def _axes(self, batch: MicroBatch, processor: MediaProcessor) -> IntArray:
+    def _axes(self, batch: MicroBatch, processor: MediaProcessor) -> NDArray[np.number[Any]]:
         """Position ids [3, R, L] of each sample's own sequence."""
-        out = np.zeros((3, *batch.ids.shape), dtype=np.int64)
-        members = iter(batch.members)
+        found = [
+            processor.positions(self.model, sample.token_ids, [placed.media for placed in sample.media])
+            for sample in batch.members
+        ]
+        out = np.zeros((3, *batch.ids.shape), dtype=np.result_type(*found))
+        own = iter(found)
         for line, segments in enumerate(batch.segments):
             for segment in range(1, int(segments.max()) + 1):
-                sample = next(members)
-                found = processor.positions(self.model, sample.token_ids, [placed.media for placed in sample.media])
                 here = (segments == segment) | ((segments == 0) & (segment == 1))
-                out[:, line, here] = found[..., batch.positions[line, here]]
+                out[:, line, here] = next(own)[..., batch.positions[line, here]]
         return out
 
     def _attends_freely(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from relax_gym.types import Completion, Placed
 from relax_gym_plugins.samplers.local.cache import SlotCache
 
 Ids = NDArray[np.int64]
+Positions = NDArray[np.number[Any]]
 WORTH_WAITING = 16
 
 
@@ -47,7 +49,7 @@ class Context:
     length: int = 0
     cached: int = 0
     media: Sequence[Placed] = ()
-    positions: Ids | None = None
+    positions: Positions | None = None
     row: int | None = None
     request: Request | None = None
     turns: int = 0
@@ -58,7 +60,7 @@ class Context:
         """How many ids still have to go through the model."""
         return self.length - self.cached
 
-    def begin(self, request: Request, positions: Ids | None = None) -> None:
+    def begin(self, request: Request, positions: Positions | None = None) -> None:
         """Take a new prompt, keeping what is cached of it. Its last id is always computed: its logits are needed."""
         prompt, names = request.prompt, request.prompt.copy()
         for placed in request.media:
@@ -92,7 +94,7 @@ class Context:
         """The items among the ids [start, end)."""
         return [placed for placed in self.media if start <= placed.start and placed.end <= end]
 
-    def positions_of(self, start: int, end: int) -> Ids:
+    def positions_of(self, start: int, end: int) -> Positions:
         """Position ids of the ids [start, end), [axes, end - start]; text goes on where the prompt ended."""
         if self.positions is None:
             return np.arange(start, end)[None]

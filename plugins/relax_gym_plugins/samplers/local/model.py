@@ -16,7 +16,7 @@ from relax_gym.errors import SamplerError
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
 from relax_gym.types import Placed
 from relax_gym_plugins.samplers.local.cache import ShapeProbe, SlotCache, pages
-from relax_gym_plugins.samplers.local.contexts import Context, Ids
+from relax_gym_plugins.samplers.local.contexts import Context, Ids, Positions
 from relax_gym_plugins.samplers.local.packing import PackedLinears
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -98,7 +98,7 @@ class ModelRunner:
             media=self._media(batch),
         )
 
-    def positions(self, prompt: Ids, media: Sequence[Placed]) -> Ids | None:
+    def positions(self, prompt: Ids, media: Sequence[Placed]) -> Positions | None:
         """Position ids of a prompt, [axes, length]; None when they are 0, 1, 2, …
 
         Raises:
@@ -114,7 +114,7 @@ class ModelRunner:
         """[b, q], or [axes, b, q] when some context has positions along several axes."""
         given = [context.positions_of(context.cached, context.cached + size) for context, size in batch]
         axes = max(len(part) for part in given)
-        out = np.zeros((axes, len(batch), width), dtype=np.int64)
+        out = np.zeros((axes, len(batch), width), dtype=np.result_type(*given))
         for line, part in enumerate(given):
             out[:, line, width - part.shape[1] :] = part
         ids = torch.from_numpy(out).to(self.device)
