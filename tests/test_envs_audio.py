@@ -213,6 +213,7 @@ def answer_omni(observation: Any) -> str:
     [
         {},
         {"sound_in_video": True},
+        {"wrap": False},
         *[{"modalities": kinds} for kinds in (["image", "video"], ["video", "audio"], ["image", "audio"], ["audio"])],
     ],
     ids=str,
@@ -222,6 +223,14 @@ def test_all_that_is_shown_and_said_tells_the_answer(kwargs: dict[str, Any]) -> 
     for seed in range(40):
         observation, _ = env.reset(seed=seed)
         assert answer_omni(observation) == env.expert_action()
+
+
+def test_without_wrap_the_shape_crosses_from_edge_to_edge() -> None:
+    for seed in range(10):
+        env = omni(wrap=False, modalities=["video"])
+        (part,) = parts(env.reset(seed=seed)[0], "video")
+        columns = [np.nonzero(frame.max(axis=-1) > 150)[1].max() // 8 for frame in part["video"]]
+        assert columns == ([0, 1, 2, 3] if env.scene.direction == "right" else [3, 2, 1, 0])
 
 
 def test_shuffled_omni_media_tell_nothing() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_gym.errors import ConfigError
+from relax_gym.media import Audio, Video
 from relax_gym_envs._text import check_range
 
 Frame = NDArray[np.uint8]
@@ -61,9 +62,7 @@ class Clip:
         return out
 
 
-def draw_mover(
-    rng: random.Random, colour: str, directions: Sequence[str] = tuple(DIRECTIONS), *, wrap: bool = True
-) -> Mover:
+def draw_mover(rng: random.Random, colour: str, directions: Sequence[str] = tuple(DIRECTIONS), *, wrap: bool) -> Mover:
     """A shape that starts anywhere; without `wrap` at the edge from which it crosses the picture."""
     direction = rng.choice(directions)
     start = [rng.randrange(GRID), rng.randrange(GRID)]
@@ -71,6 +70,18 @@ def draw_mover(
         for axis, step in enumerate(DIRECTIONS[direction]):
             start[axis] = 0 if step > 0 else GRID - 1 if step < 0 else start[axis]
     return Mover(colour=colour, shape=rng.choice(SHAPES), direction=direction, start=(start[0], start[1]))
+
+
+def with_sound(frames: Sequence[Frame], fps: float, sound: NDArray[np.float32], rate: int) -> Video:
+    """A video with a sound track of `rate` samples per second."""
+    return Video(
+        frames=np.stack(frames),
+        times=np.arange(len(frames)) / fps,
+        indices=np.arange(len(frames)),
+        total_frames=len(frames),
+        duration=len(frames) / fps,
+        audio=Audio(samples=sound, rate=rate),
+    )
 
 
 def _paint(frame: Frame, mover: Mover, way: float) -> None:

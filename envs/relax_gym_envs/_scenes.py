@@ -59,9 +59,9 @@ class Scene:
         return Sound(seconds=seconds, events=events, loudness=0.7, seed=self.seed).samples(rate, noise=0.003)
 
 
-def draw_scene(rng: random.Random) -> Scene:
+def draw_scene(rng: random.Random, *, wrap: bool) -> Scene:
     """Any table, direction and pitch, independently."""
-    clip = Clip(slots=(draw_mover(rng, "white", COLUMNS),), background=rng.randint(0, 60))
+    clip = Clip(slots=(draw_mover(rng, "white", COLUMNS, wrap=wrap),), background=rng.randint(0, 60))
     pitch = rng.choice(ROWS)
     table = tuple(rng.sample(list(COLOURS), len(ROWS) * len(COLUMNS)))
     return Scene(table=table, clip=clip, pitch=pitch, hertz=rng.uniform(*PITCHES[pitch]), seed=rng.getrandbits(32))

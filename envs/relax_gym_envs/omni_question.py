@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from relax_gym.errors import ConfigError
-from relax_gym.media import Audio, Video
-from relax_gym_envs._clips import COLOURS, Frame, check_size
+from relax_gym_envs._clips import COLOURS, check_size, with_sound
 from relax_gym_envs._quiz import Part, Question, Quiz, check_kinds
 from relax_gym_envs._scenes import RULE, Scene, draw_scene
 from relax_gym_envs._text import check_range
@@ -32,6 +28,8 @@ class OmniQuestion(Quiz):
             model to see every frame.
         size: pixels a side of picture and video, 16 to 1024, a multiple of 4.
         rate: samples of the sound per second, 4000 to 48000.
+        wrap: the shape starts anywhere and goes on through the edge, so that no single frame tells the direction.
+            Without, it crosses from one edge to the other, which is easier.
         style: "plain" asks in sentences, and the last colour a reply names counts; "terse" asks in a word or two and
             takes a colour only, exactly.
         shuffle_media: show the media of another seed: what is still learned then is not learned from them.
@@ -48,6 +46,7 @@ class OmniQuestion(Quiz):
         fps: float = 2.0,
         size: int = 128,
         rate: int = 16000,
+        wrap: bool = True,
         style: str = "plain",
         shuffle_media: bool = False,
     ) -> None:
@@ -62,11 +61,11 @@ class OmniQuestion(Quiz):
         check_size(size)
         check_range("rate", rate, 4000, 48000)
         self.sound_in_video, self.frames, self.fps = sound_in_video, frames, float(fps)
-        self.size, self.rate = size, rate
+        self.size, self.rate, self.wrap = size, rate, wrap
 
     def _ask(self) -> tuple[list[Part], Question]:
-        self.scene = draw_scene(self.rng)
-        media = self._media(self._shown(self.scene, draw_scene))
+        self.scene = draw_scene(self.rng, wrap=self.wrap)
+        media = self._media(self._shown(self.scene, lambda rng: draw_scene(rng, wrap=self.wrap)))
         self.rng.shuffle(media)
         told = [self.scene.told(modality) for modality in MODALITIES if modality not in self.modalities]
         text = " ".join([RULE, *(sentence for sentence, _ in told), "What is the colour?"])
@@ -81,17 +80,6 @@ class OmniQuestion(Quiz):
             "audio": {"type": "audio", "audio": (sound, self.rate)},
         }
         if self.sound_in_video:
-            parts["video"] = {"type": "video", "video": _with_sound(frames, self.fps, sound, self.rate)}
+            parts["video"] = {"type": "video", "video": with_sound(frames, self.fps, sound, self.rate)}
             del parts["audio"]
         return [part for modality, part in parts.items() if modality in self.modalities]
-
-
-def _with_sound(frames: list[Frame], fps: float, sound: NDArray[np.float32], rate: int) -> Video:
-    return Video(
-        frames=np.stack(frames),
-        times=np.arange(len(frames)) / fps,
-        indices=np.arange(len(frames)),
-        total_frames=len(frames),
-        duration=len(frames) / fps,
-        audio=Audio(samples=sound, rate=rate),
-    )
