@@ -21,11 +21,11 @@ class OmniQuestion(Quiz):
 
     Args:
         modalities: which of "image", "video" and "audio" to use; what another would tell is said in words.
-        sound_in_video: the tone is the sound track of the video (set `media.sound_in_video` too) instead of a part.
+        sound_in_video: the tone is the sound track of the video instead of a part. Set `media.sound_in_video` too, and
+            `rate` to the model's own.
         turns: questions in an episode, each with new media.
         frames: frames of the video, 3 to 64.
-        fps: frames per second; the tone lasts as long as the video. `media.video_fps` must be at least as high for the
-            model to see every frame.
+        fps: frames per second, 0.1 to 240; the tone lasts as long as the video.
         size: pixels a side of picture and video, 16 to 1024, a multiple of 4.
         rate: samples of the sound per second, 4000 to 48000.
         wrap: the shape starts anywhere and goes on through the edge, so that no single frame tells the direction.

@@ -22,7 +22,7 @@ class VideoQuestion(Quiz):
         objects: most shapes in a clip, 1 to 4. All clips are equally long; some have gaps.
         frames: frames of each shape, 3 to 64.
         size: pixels a side, 16 to 1024, a multiple of 4. A shape has a quarter of it, and with 4 frames moves by that.
-        fps: frames per second; `media.video_fps` must be at least as high for the model to see every frame.
+        fps: frames per second, 0.1 to 240.
         wrap: shapes start anywhere and go on through the edge, so that no single frame tells the direction. Without, a
             shape crosses from one edge to the other: easier, as where it starts says much.
         style: "plain" asks in sentences, and the last answer a reply names counts; "terse" asks in a word or two and
