@@ -328,7 +328,7 @@ def gemma3(seconds: int) -> Parts:
     ids = {"boi_token_index": "boi_token", "eoi_token_index": "eoi_token", "image_token_id": "image_token"}
     config = hf.Gemma3Config(
         text_config=text,
-        vision_config={**SIGLIP, "image_size": 32, "patch_size": 8},
+        vision_config={**SIGLIP, "image_size": 32, "patch_size": 8, "vision_use_head": False},
         mm_tokens_per_image=4,
         **{key: tokenizer.convert_tokens_to_ids(named[name]) for key, name in ids.items()},
     )
@@ -359,8 +359,10 @@ def folder(name: str) -> Path:
     parts = FAMILIES[name](1)
     model = parts.model(parts.config)
     for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            parameter.data *= 4  # as they are initialised, such small models give all tokens about the same probability
+        if not parameter.any() and parameter.dim() >= 2:  # what begins at 0 would hide the images
+            torch.nn.init.normal_(parameter, std=0.2)
+        elif parameter.dim() >= 2:
+            parameter.data *= 4  # as they begin, such small models give all tokens about the same probability
     model.save_pretrained(path)
     parts.processor.save_pretrained(path)
     return path

@@ -135,9 +135,12 @@ def plain_logits(
     """Logits [T, vocabulary] of one plain forward of the model's own class, which makes positions and masks itself."""
     row = torch.tensor([list(ids)])
     given: Mapping[str, Any] = processor.inputs(media)
-    types = torch.from_numpy(processor.token_types(np.array(ids)))[None]
     accepted = inspect.signature(model.forward).parameters
-    named = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+    named = {
+        name: torch.from_numpy(processor.token_types(np.array(ids)))[None]
+        for name in ("mm_token_type_ids", "token_type_ids")
+        if name in accepted
+    }
     with torch.no_grad():
         logits = model(
             input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, **named, **given, **more
