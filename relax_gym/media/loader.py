@@ -3,76 +3,182 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from relax_gym.config import MediaConfig
 from relax_gym.errors import MediaError
-from relax_gym.media.items import Audio, Image, Media, Video
+from relax_gym.media.decoding import Wanted, decode
+from relax_gym.media.items import Kind, Media
+from relax_gym.media.sources import Encoded, Plain, describe, find_source
 from relax_gym.processing import MediaProcessor
 from relax_gym.types import Message
 
+if TYPE_CHECKING:
+    from pebble import ProcessPool
+
+Part = Mapping[str, Any]
+
 
 class MediaLoader:
-    """Loads what observations hold. One loader serves all episodes of a run.
+    """Loads what observations hold. One loader serves all episodes of a run, in one event loop.
+
+    Whatever is encoded is decoded in worker processes, which are ended when they take too long and replaced when they
+    die; arrays and Pillow images are converted in threads. Equal content is one object for as long as anybody has it,
+    and a file, URL or bytes that several episodes ask for at the same time is decoded once.
 
     Args:
         config: limits, and how videos are sampled.
         processor: what the items are for: it says which rate audio is converted to, and its features of each new item
             are made here, off the event loop.
+        decode: what the workers run.
     """
 
-    def __init__(self, config: MediaConfig | None = None, *, processor: MediaProcessor | None = None) -> None:
+    def __init__(
+        self,
+        config: MediaConfig | None = None,
+        *,
+        processor: MediaProcessor | None = None,
+        decode: Callable[[Kind, Any, Wanted], Media] = decode,
+    ) -> None:
         self._config = config or MediaConfig()
         self._processor = processor
+        self._decode = decode
+        self._pool: ProcessPool | None = None
+        self._known: WeakValueDictionary[Hashable, Media] = WeakValueDictionary()
+        self._loading: dict[Hashable, asyncio.Future[Media]] = {}
 
     async def load(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with every media part as `{"type": kind, kind: Media}`. The given ones are not changed.
 
         Raises:
-            MediaError: names the source of what cannot be read, and why.
+            MediaError: names the source of the first that cannot be read, and says why.
         """
-        return [message if not _parts(message) else await self._loaded(message) for message in messages]
-
-    async def _loaded(self, message: Message) -> Message:
-        parts = [part if part["type"] == "text" else await self._part(part) for part in message["content"]]
-        return {**message, "content": parts}
-
-    async def _part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        kind = part["type"]
-        item = await asyncio.to_thread(_plain, part)
-        if self._processor is not None:
-            await asyncio.to_thread(self._processor.features, item)
-        return {"type": kind, kind: item}
+        parts = [part for message in messages for part in _media_parts(message)]
+        if not parts:
+            return list(messages)
+        loaded = iter(await _all([self._item(part) for part in parts]))
+        return [_with_items(message, loaded) if _media_parts(message) else message for message in messages]
 
     def close(self) -> None:
         """End the worker processes. Idempotent."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.stop()  # type: ignore[no-untyped-call]
+            pool.join()
+
+    async def _item(self, part: Part) -> Media:
+        kind: Kind = part["type"]
+        wanted = self._wanted(part)
+        name = ""
+        try:
+            source = await asyncio.to_thread(find_source, kind, part)
+            name = source.name
+            if isinstance(source, Encoded):
+                key = (kind, source.key, wanted.fps, wanted.min_frames, wanted.max_frames)
+                item = await self._once(key, lambda: self._in_worker(kind, source, wanted))
+            else:
+                item = await asyncio.to_thread(from_memory, kind, source, wanted)
+            if self._processor is not None:
+                item = await asyncio.to_thread(self._processor.fitted, item, self._config.video_max_tokens)
+        except MediaError as error:
+            raise MediaError(f"{kind} {name}: {error}" if name else f"{kind}: {error}") from error
+        return self._known.setdefault(item.digest, item)
+
+    def _wanted(self, part: Part) -> Wanted:
+        rate = None if self._processor is None else self._processor.audio_rate
+        own = {key: part.get(key) for key in ("fps", "min_frames", "max_frames")} if part["type"] == "video" else {}
+        return Wanted(config=self._config, rate=rate, **own)
+
+    async def _once(self, key: Hashable, load: Callable[[], Coroutine[Any, Any, Media]]) -> Media:
+        """What `load` gives; a call with the same key joins one that is under way."""
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        loading = self._loading.get(key)
+        if loading is None:
+            loading = self._loading[key] = asyncio.ensure_future(load())
+            loading.add_done_callback(lambda done: self._loading.pop(key))
+        item = await asyncio.shield(loading)
+        self._known[key] = item
+        return item
+
+    async def _in_worker(self, kind: Kind, source: Encoded, wanted: Wanted) -> Media:
+        try:
+            from pebble import ProcessExpired, ProcessPool
+        except ImportError as error:
+            raise MediaError("reading it needs pebble: pip install 'relax-gym[media]'") from error
+        if self._pool is None:
+            self._pool = ProcessPool(self._config.workers, context=multiprocessing.get_context("spawn"))
+        limit = self._config.timeout
+        job = self._pool.schedule(self._decode, args=(kind, source.data, wanted), timeout=limit)
+        try:
+            return await asyncio.wrap_future(job)
+        except TimeoutError as error:
+            raise MediaError(f"took longer than media.timeout = {limit:g} s to read") from error
+        except ProcessExpired as error:
+            raise MediaError(f"made its decoder crash (exit code {error.exitcode})") from error
 
 
-def _parts(message: Message) -> bool:
-    return isinstance(message.get("content"), (list, tuple))
+def from_memory(kind: Kind, source: Plain, wanted: Wanted) -> Media:
+    """An item from arrays or Pillow images. Nothing of it is shared with them.
+
+    Raises:
+        MediaError: says what is wrong with it, without its name.
+    """
+    if isinstance(source.value, Media):
+        if source.value.kind != kind:
+            raise MediaError(f"is {source.value!r}")
+        return source.value
+    if kind == "image":
+        from relax_gym.media.images import image_of
+
+        return image_of(source.value, **wanted.image())
+    if kind == "audio":
+        from relax_gym.media.audio import audio_of
+
+        return audio_of(source.value, source.rate, **wanted.audio())
+    return _from_frames(source, wanted)
 
 
-def _plain(part: Mapping[str, Any]) -> Media:
-    value = part[part["type"]]
-    if isinstance(value, Media):
-        return value
-    match part["type"]:
-        case "image":
-            return Image(pixels=np.array(value))
-        case "audio":
-            samples, rate = value
-            return Audio(samples=np.array(samples, dtype=np.float32), rate=rate)
-        case "video":
-            frames, fps = np.array(value), float(part["fps"])
-            times = np.arange(len(frames)) / fps
-            return Video(
-                frames=frames,
-                times=times,
-                indices=np.arange(len(frames)),
-                total_frames=len(frames),
-                duration=len(frames) / fps,
-            )
-    raise MediaError(str(part["type"]))
+def _from_frames(source: Plain, wanted: Wanted) -> Media:
+    from relax_gym.media.images import image_of
+    from relax_gym.media.video import video_of_frames
+
+    if not source.rate:
+        raise MediaError("is frames without a rate; give the part a key fps, or (frames, fps)")
+    try:
+        frames = [image_of(frame, **wanted.image()).pixels for frame in source.value]
+    except TypeError as error:
+        raise MediaError(
+            f"is {describe(source.value)}; frames are a list of images or [frames, height, width, 3]"
+        ) from error
+    plan = dataclasses.replace(wanted.video(), fps=source.rate)  # an env that gives frames has chosen them
+    return video_of_frames(frames, source.rate, plan)
+
+
+async def _all(jobs: Sequence[Coroutine[Any, Any, Media]]) -> list[Media]:
+    """The results in order. Raises the error of the first that failed, once all have ended."""
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    items: list[Media] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        items.append(result)
+    return items
+
+
+def _media_parts(message: Message) -> list[Part]:
+    content = message.get("content")
+    return [part for part in content if part["type"] != "text"] if isinstance(content, (list, tuple)) else []
+
+
+def _with_items(message: Message, items: Iterator[Media]) -> Message:
+    parts = []
+    for part in message["content"]:
+        kind = part["type"]
+        parts.append(part if kind == "text" else {"type": kind, kind: next(items)})
+    return {**message, "content": parts}

@@ -1,0 +1,122 @@
+"""Sound files and arrays of every kind → one channel of float32 at one rate."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_gym.errors import MediaError
+from relax_gym.media.images import to_array
+from relax_gym.media.items import Audio
+
+MOST_CHANNELS = 16
+Samples = NDArray[np.float32]
+
+
+def read_audio(source: Path | bytes, *, rate: int | None, max_seconds: float) -> Audio:
+    """An encoded sound as one channel, at `rate` samples per second or, when that is None, at its own.
+
+    soundfile reads it, or PyAV what soundfile cannot (AAC, WebM).
+
+    Raises:
+        MediaError: it is no sound, is broken, empty, or longer than `max_seconds`.
+    """
+    try:
+        import soundfile
+    except ImportError as error:
+        raise MediaError("reading it needs soundfile: pip install 'relax-gym[media]'") from error
+    if source == b"":
+        raise MediaError("is empty")
+    try:
+        with soundfile.SoundFile(source if isinstance(source, Path) else io.BytesIO(source)) as file:
+            _check_length(file.frames / file.samplerate, max_seconds)
+            samples, own = file.read(dtype="float32", always_2d=True).mean(axis=1), file.samplerate
+    except soundfile.LibsndfileError as error:
+        samples, own = _decode(source, max_seconds, str(error))
+    return _audio(samples, own, rate, max_seconds)
+
+
+def audio_of(value: Any, own_rate: float | None, *, rate: int | None, max_seconds: float) -> Audio:
+    """An array or tensor [samples], [channels, samples] or [samples, channels] with `own_rate` samples per second.
+
+    Integers are scaled from their range to [-1, 1).
+
+    Raises:
+        MediaError: it has no rate, is no sound, is empty, not finite, or longer than `max_seconds`.
+    """
+    if own_rate is None:
+        raise MediaError(
+            "is an array without a rate; give (samples, rate), {'array': samples, 'sampling_rate': rate} or the part "
+            "a key sampling_rate"
+        )
+    if not own_rate > 0 or own_rate != int(own_rate):
+        raise MediaError(f"has a rate of {own_rate}; it must be a whole positive number of samples per second")
+    return _audio(_one_channel(_floats(to_array(value))), int(own_rate), rate, max_seconds)
+
+
+def _audio(samples: Samples, own: int, rate: int | None, max_seconds: float) -> Audio:
+    if not samples.size:
+        raise MediaError("has no samples")
+    if not np.isfinite(samples).all():
+        raise MediaError("has samples that are NaN or infinite")
+    _check_length(len(samples) / own, max_seconds)
+    if rate is not None and rate != own:
+        import librosa
+
+        samples, own = librosa.resample(samples, orig_sr=own, target_sr=rate), rate
+    return Audio(samples=np.array(samples, dtype=np.float32), rate=own)
+
+
+def _check_length(seconds: float, most: float) -> None:
+    if seconds > most:
+        raise MediaError(f"lasts {seconds:.1f} s, media.audio_max_seconds = {most:g}")
+
+
+def _floats(array: NDArray[Any]) -> Samples:
+    if np.issubdtype(array.dtype, np.floating):
+        return array.astype(np.float32)
+    if array.dtype == np.uint8:
+        return (array.astype(np.float32) - np.float32(128)) / np.float32(128)
+    if np.issubdtype(array.dtype, np.signedinteger):
+        scaled: Samples = (array / -float(np.iinfo(array.dtype).min)).astype(np.float32)
+        return scaled
+    raise MediaError(f"is an array of {array.dtype}; samples are floats, signed integers or uint8")
+
+
+def _one_channel(array: Samples) -> Samples:
+    if array.ndim == 1:
+        return array
+    if array.ndim != 2 or min(array.shape) > MOST_CHANNELS:
+        raise MediaError(
+            f"is an array of shape {array.shape}; a sound is [samples], [channels, samples] or [samples, channels] "
+            f"with at most {MOST_CHANNELS} channels"
+        )
+    mono: Samples = array.mean(axis=int(np.argmin(array.shape)), dtype=np.float32)
+    return mono
+
+
+def _decode(source: Path | bytes, max_seconds: float, reason: str) -> tuple[Samples, int]:
+    """The first sound track as PyAV reads it."""
+    try:
+        import av
+    except ImportError as error:
+        raise MediaError(f"cannot be read as a sound: {reason}; PyAV reads more: pip install av") from error
+    try:
+        with av.open(str(source) if isinstance(source, Path) else io.BytesIO(source), mode="r") as container:
+            if not container.streams.audio:
+                raise MediaError("has no sound track")
+            own = container.streams.audio[0].rate
+            resampler = av.AudioResampler(format="fltp", layout="mono", rate=own)
+            pieces: list[Samples] = []
+            length = 0
+            for frame in container.decode(audio=0):
+                pieces += [part.to_ndarray()[0] for part in resampler.resample(frame)]
+                length += len(pieces[-1]) if pieces else 0
+                _check_length(length / own, max_seconds)
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise MediaError(f"cannot be read as a sound: {error}") from error
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32), own
