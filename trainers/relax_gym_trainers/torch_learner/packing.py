@@ -52,6 +52,7 @@ class MicroBatch:
     `ids`, `positions`, `segments` [R, L]; pads have segment -1. For the N trained tokens of S whole samples:
     `predictors` index the flattened [R·L] hidden states, `targets` are the token ids, `sample` in [0, S) says whose
     they are, `logprobs` and `advantages` come from the samples. `token_counts` is [S], `real_tokens` counts no pads.
+    `row_sizes` [R] are how many of the members each row has; one that answers with one token has no segment of its own.
     `media` are in the order of their placeholders in the flattened ids; those of a shared prompt are there once.
     """
 
@@ -66,6 +67,7 @@ class MicroBatch:
     token_counts: IntArray
     real_tokens: int
     members: tuple[TrainingSample, ...]
+    row_sizes: tuple[int, ...]
     experts: NDArray[np.int32] | None
     media: tuple[Media, ...] = ()
 
@@ -205,6 +207,7 @@ def _collate(samples: Sequence[TrainingSample], rows: Sequence[Row]) -> MicroBat
         token_counts=counts,
         real_tokens=sum(len(row) for row in rows),
         members=tuple(members),
+        row_sizes=tuple(len(row.members) for row in rows),
         experts=_collate_experts(samples, rows, width),
         media=tuple(item for row in rows for item in _media(samples, row)),
     )

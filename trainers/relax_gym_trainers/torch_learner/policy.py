@@ -186,8 +186,8 @@ class Policy:
         ]
         out = np.zeros((3, *batch.ids.shape), dtype=np.result_type(*found))
         own = iter(found)
-        for line, segments in enumerate(batch.segments):
-            for segment in range(1, int(segments.max()) + 1):
+        for line, (segments, members) in enumerate(zip(batch.segments, batch.row_sizes, strict=True)):
+            for segment in range(1, members + 1):
                 here = (segments == segment) | ((segments == 0) & (segment == 1))
                 out[:, line, here] = next(own)[..., batch.positions[line, here]]
         return out
