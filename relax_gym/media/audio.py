@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def read_audio(source: Path | bytes, *, rate: int | None, max_seconds: float) ->
             _check_length(file.frames / file.samplerate, max_seconds)
             samples, own = file.read(dtype="float32", always_2d=True).mean(axis=1), file.samplerate
     except soundfile.LibsndfileError as error:
-        samples, own = _decode(source, max_seconds, str(error))
+        track = _decode(source, max_seconds, str(error))
+        if track is None:
+            raise MediaError("has no sound track") from error
+        samples, own = track
     return _audio(samples, own, rate, max_seconds)
 
 
@@ -56,6 +60,16 @@ def audio_of(value: Any, own_rate: float | None, *, rate: int | None, max_second
     if not own_rate > 0 or own_rate != int(own_rate):
         raise MediaError(f"has a rate of {own_rate}; it must be a whole positive number of samples per second")
     return _audio(_one_channel(_floats(to_array(value))), int(own_rate), rate, max_seconds)
+
+
+def sound_track(source: Path | bytes, *, rate: int, max_seconds: float) -> Audio | None:
+    """The first sound track of a video at `rate` samples per second; None when it is silent.
+
+    Raises:
+        MediaError: it is broken, or longer than `max_seconds`.
+    """
+    track = _decode(source, max_seconds, "it is a video", rate)
+    return None if track is None or not track[0].size else _audio(*track, rate, max_seconds)
 
 
 def _audio(samples: Samples, own: int, rate: int | None, max_seconds: float) -> Audio:
@@ -99,8 +113,10 @@ def _one_channel(array: Samples) -> Samples:
     return mono
 
 
-def _decode(source: Path | bytes, max_seconds: float, reason: str) -> tuple[Samples, int]:
-    """The first sound track as PyAV reads it."""
+def _decode(
+    source: Path | bytes, max_seconds: float, reason: str, rate: int | None = None
+) -> tuple[Samples, int] | None:
+    """The first sound track as PyAV reads it, at `rate` or its own; None when there is none."""
     try:
         import av
     except ImportError as error:
@@ -108,15 +124,16 @@ def _decode(source: Path | bytes, max_seconds: float, reason: str) -> tuple[Samp
     try:
         with av.open(str(source) if isinstance(source, Path) else io.BytesIO(source), mode="r") as container:
             if not container.streams.audio:
-                raise MediaError("has no sound track")
-            own = container.streams.audio[0].rate
-            resampler = av.AudioResampler(format="fltp", layout="mono", rate=own)
+                return None
+            rate = rate or container.streams.audio[0].rate
+            resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
             pieces: list[Samples] = []
             length = 0
-            for frame in container.decode(audio=0):
-                pieces += [part.to_ndarray()[0] for part in resampler.resample(frame)]
-                length += len(pieces[-1]) if pieces else 0
-                _check_length(length / own, max_seconds)
+            for frame in itertools.chain(container.decode(audio=0), [None]):
+                for part in resampler.resample(frame):
+                    pieces.append(part.to_ndarray()[0])
+                    length += len(pieces[-1])
+                _check_length(length / rate, max_seconds)
     except (av.FFmpegError, OSError, ValueError) as error:
         raise MediaError(f"cannot be read as a sound: {error}") from error
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32), own
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32), rate

@@ -78,7 +78,7 @@ def _from_mapping(kind: Kind, value: Mapping[str, Any], rate: Any) -> tuple[Any,
         return value["frames"], value.get("fps", rate)
     found = next((value[key] for key in ("bytes", "path", "url", kind) if value.get(key) is not None), None)
     if found is None:
-        raise MediaError(f"{kind}: a dict with keys {sorted(map(str, value))}; give bytes, path, url, array or frames")
+        raise MediaError(f"a dict with keys {sorted(map(str, value))}; give bytes, path, url, array or frames")
     return found, rate
 
 

@@ -1,0 +1,196 @@
+"""Which frames of a video are taken, by every decoder that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from relax_gym.errors import MediaError
+from relax_gym.media.decoders import DECODERS, Unavailable
+from relax_gym.media.items import Video
+from relax_gym.media.video import VideoPlan, choose_frames, read_video, video_of_frames
+
+WIDTH, HEIGHT = 64, 48
+CLOCK = Fraction(1, 1000)
+
+
+def plan(**changes: Any) -> VideoPlan:
+    return VideoPlan(**{"fps": 2.0, "min_frames": 1, "max_frames": 32, "max_pixels": 10**6, **changes})
+
+
+def clip(file: Path, stamps: Sequence[int], *, codec: str = "libx264", gop: int = 250, sound: bool = False) -> Path:
+    """Frames shown at `stamps` milliseconds, each one's number in its shade (4 a step), and perhaps a 440 Hz tone."""
+    with av.open(str(file), "w") as container:
+        stream: Any = container.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt, stream.time_base = WIDTH, HEIGHT, "yuv420p", CLOCK
+        stream.codec_context.time_base, stream.codec_context.gop_size = CLOCK, gop
+        voice: Any = container.add_stream("aac", rate=16_000) if sound else None
+        for number, stamp in enumerate(stamps):
+            shade = np.full((HEIGHT, WIDTH, 3), 4 * (number % 64), dtype=np.uint8)
+            frame: Any = av.VideoFrame.from_ndarray(shade, format="rgb24")
+            frame.pts, frame.time_base = stamp, CLOCK
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+        if sound:
+            tone = np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000).astype(np.float32)
+            wave: Any = av.AudioFrame.from_ndarray(tone[None], format="fltp", layout="mono")
+            wave.sample_rate = 16_000
+            container.mux([*voice.encode(wave), *voice.encode(None)])
+    return file
+
+
+def steady(count: int, fps: float = 25.0) -> list[int]:
+    return [round(number * 1000 / fps) for number in range(count)]
+
+
+def numbers(video: Video) -> list[int]:
+    """The numbers that the frames carry."""
+    return [round(float(frame.mean()) / 4) for frame in video.frames]
+
+
+@pytest.fixture(params=sorted(DECODERS))
+def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    try:
+        DECODERS[request.param](clip(tmp_path / "probe.mp4", steady(2))).close()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    return str(request.param)
+
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "wanted", "chosen"),
+    [
+        (100, 10.0, plan(fps=1.0), [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]),
+        (100, 10.0, plan(fps=1.0, max_frames=4), [0, 25, 50, 75]),
+        (100, 10.0, plan(fps=0.01), [0]),
+        (100, 10.0, plan(fps=0.01, min_frames=2), [0, 50]),
+        (5, 10.0, plan(fps=2.0, min_frames=8), [0, 1, 2, 3, 4]),
+        (5, 10.0, plan(fps=100.0), [0, 1, 2, 3, 4]),
+        (3, 10.0, plan(fps=10.0, max_frames=2), [0, 1]),
+        (1, 10.0, plan(), [0]),
+    ],
+)
+def test_frames_are_spread_evenly_from_the_first_on(
+    frames: int, fps: float, wanted: VideoPlan, chosen: list[int]
+) -> None:
+    assert choose_frames(np.arange(frames) / fps, frames / fps, wanted).tolist() == chosen
+
+
+def test_the_frame_of_a_moment_is_the_one_shown_then() -> None:
+    times = np.array([0.0, 0.1, 0.2, 3.0, 3.9])
+    assert choose_frames(times, 4.0, plan(fps=1.0)).tolist() == [0, 2, 3]
+    assert choose_frames(times + 7.5, 4.0, plan(fps=1.0)).tolist() == [0, 2, 3]
+
+
+def test_k64_clips_of_one_to_eight_frames() -> None:
+    frames = [np.full((4, 6, 3), 4 * number, dtype=np.uint8) for number in range(8)]
+    for count in range(1, 9):
+        video = video_of_frames(frames[:count], 2.0, plan())
+        assert numbers(video) == list(range(count))
+        assert (video.times.tolist(), video.duration) == ([number / 2 for number in range(count)], count / 2)
+    with pytest.raises(MediaError, match="has no frames"):
+        video_of_frames([], 2.0, plan())
+    with pytest.raises(MediaError, match=r"different sizes: \[\(2, 2, 3\), \(4, 6, 3\)\]"):
+        video_of_frames([*frames, np.zeros((2, 2, 3), dtype=np.uint8)], 2.0, plan())
+
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gop", [1, 7, 250])
+def test_every_decoder_takes_the_same_frames(decoder: str, gop: int, tmp_path: Path) -> None:
+    file = clip(tmp_path / "a.mp4", steady(50), gop=gop)
+    for source in (file, file.read_bytes()):
+        video = read_video(source, plan(fps=5.0), decoders=[decoder])
+        assert video.indices.tolist() == numbers(video) == list(range(0, 50, 5))
+        np.testing.assert_allclose(video.times, np.arange(10) / 5, atol=1e-6)
+        assert (video.total_frames, video.frames.shape[1:]) == (50, (HEIGHT, WIDTH, 3))
+        assert video.duration == pytest.approx(2.0)
+        assert video.audio is None
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_k64_files_of_one_to_eight_frames(decoder: str, count: int, tmp_path: Path) -> None:
+    video = read_video(clip(tmp_path / "a.mp4", steady(count)), plan(min_frames=8), decoders=[decoder])
+    assert numbers(video) == video.indices.tolist() == list(range(count))
+    assert (video.total_frames, video.fps) == (count, pytest.approx(25.0, rel=0.02))
+
+
+@pytest.mark.parametrize("name", ["av", "decord"])
+def test_k58_a_variable_frame_rate_keeps_its_times(name: str, tmp_path: Path) -> None:
+    file = clip(tmp_path / "a.mkv", [0, 100, 200, 3000, 3900, 4000], gop=3)
+    video = read_video(file, plan(fps=1.0), decoders=[name])
+    assert numbers(video) == video.indices.tolist() == [0, 2, 3]
+    np.testing.assert_allclose(video.times, [0.0, 0.2, 3.0], atol=2e-3)
+
+
+def test_frames_are_scaled_down_in_proportion(decoder: str, tmp_path: Path) -> None:
+    file = clip(tmp_path / "a.mp4", steady(10))
+    video = read_video(file, plan(resize_pixels=WIDTH * HEIGHT // 4), decoders=[decoder])
+    assert video.frames.shape == (1, HEIGHT // 2, WIDTH // 2, 3)
+    with pytest.raises(MediaError, match=r"has 64 x 48 pixels, media.max_pixels = 3000"):
+        read_video(file, plan(max_pixels=3000), decoders=[decoder])
+
+
+def test_the_sound_track_comes_with_the_frames(tmp_path: Path) -> None:
+    file = clip(tmp_path / "a.mp4", steady(25), sound=True)
+    video = read_video(file, plan(sound_rate=8000))
+    assert video.audio is not None
+    assert video.audio.rate == 8000
+    assert video.audio.seconds == pytest.approx(1.0, abs=0.15)
+    spectrum = np.abs(np.fft.rfft(video.audio.samples[:8000]))
+    assert spectrum.argmax() == pytest.approx(440, abs=3)
+    silent = clip(tmp_path / "silent.mp4", steady(25))
+    assert read_video(silent, plan(sound_rate=8000)).audio is None
+    with pytest.raises(MediaError, match=r"media.audio_max_seconds = 0.5"):
+        read_video(file, plan(sound_rate=8000, max_seconds=0.5))
+
+
+def broken(tmp_path: Path) -> dict[str, bytes]:
+    whole = clip(tmp_path / "whole.mp4", steady(50)).read_bytes()
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        voice: Any = container.add_stream("aac", rate=16_000)
+        wave: Any = av.AudioFrame.from_ndarray(np.zeros((1, 16_000), dtype=np.float32), format="fltp", layout="mono")
+        wave.sample_rate = 16_000
+        container.mux([*voice.encode(wave), *voice.encode(None)])
+    noise = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8).tobytes()
+    sound = (tmp_path / "sound.mp4").read_bytes()
+    return {
+        "text": b"no video at all" * 99,
+        "noise": noise,
+        "half": whole[: len(whole) // 2],
+        "sound": sound,
+        "empty": b"",
+    }
+
+
+@pytest.mark.parametrize("fault", ["text", "noise", "half", "sound", "empty"])
+def test_k64_broken_files_are_refused(decoder: str, fault: str, tmp_path: Path) -> None:
+    data = broken(tmp_path)[fault]
+    file = tmp_path / "broken.mp4"
+    file.write_bytes(data)
+    with pytest.raises(MediaError):
+        read_video(data, plan(), decoders=[decoder])
+    with pytest.raises(MediaError):
+        read_video(file, plan(), decoders=[decoder])
+
+
+def test_a_stream_that_was_cut_off_gives_what_is_there(tmp_path: Path) -> None:
+    whole = clip(tmp_path / "a.mkv", steady(60), gop=5).read_bytes()
+    video = read_video(whole[: len(whole) // 2], plan(fps=5.0))
+    assert 5 <= video.total_frames < 60
+    assert numbers(video) == video.indices.tolist()
+
+
+def test_without_a_decoder_the_message_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match=r"needs a video decoder: pip install 'relax-gym\[media\]'"):
+        read_video(clip(tmp_path / "a.mp4", steady(2)), plan(), decoders=[])
