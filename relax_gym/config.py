@@ -148,6 +148,7 @@ class MediaConfig(Section):
         default_factory=dict, description="for the model's processor, such as {images_kwargs = {max_pixels = 65536}}"
     )
     cache_bytes: int = Field(2**30, ge=0, description="of processed items kept in memory")
+    keep_gib: float = Field(4.0, ge=0, description="most GiB of media kept in the run folder; 0: none")
 
     @model_validator(mode="after")
     def _check_frames(self) -> MediaConfig:

@@ -22,6 +22,8 @@ from typing import Any
 
 from relax_gym.config import RunConfig, dump_config, read_toml, validate
 from relax_gym.errors import RunFolderError
+from relax_gym.media.files import MediaFolder
+from relax_gym.media.items import Media
 from relax_gym.plugins import plugins
 from relax_gym.redaction import mask_text, masked
 from relax_gym.types import Group, Trajectory
@@ -46,6 +48,7 @@ class RunFolder:
         self.episodes_path = self.path / "episodes.jsonl"
         self._checkpoints = self.path / "checkpoints"
         self._config_path = self.path / "config.toml"
+        self._media = MediaFolder(self.path / "media", config.media.keep_gib * 2**30)
         self._config = config
         self._resume = resume
         check_run_folder(config, resume=resume)
@@ -106,12 +109,16 @@ class RunFolder:
         """
         where = {"step": step, "kind": kind, "group_id": group.group_id, "slot": group.slot, "attempt": group.attempt}
         for trajectory in group.trajectories:
-            _append(self.episodes_path, {**where, **episode_record(trajectory)})
+            _append(self.episodes_path, {**where, **episode_record(trajectory)}, self._media.keep)
 
     def truncate(self, step: int) -> None:
         """Forget metrics and episodes later than `step`: they will be made again."""
         _keep_lines(self.metrics_path, lambda line: line["step"] <= step)
         _keep_lines(self.episodes_path, lambda line: line["step"] <= step)
+
+    def close(self) -> None:
+        """Wait for the media that are still being written. Idempotent."""
+        self._media.close()
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -248,18 +255,20 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, record
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
-    line = json.dumps(_plain(record), ensure_ascii=False) + "\n"
+def _append(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
+    line = json.dumps(_plain(record, keep), ensure_ascii=False) + "\n"
     with path.open("ab") as file:
         file.write(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """What JSON can say. The rest (an image, an array, an object of the env) is named, not dumped."""
+def _plain(value: Any, keep: Callable[[Media], Any], depth: int = 0) -> Any:
+    """What JSON can say; of media, what `keep` says. The rest (an array, an object of the env) is named, not dumped."""
     if isinstance(value, Mapping) and depth < DEEPEST:
-        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+        return {str(key): _plain(item, keep, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and depth < DEEPEST:
-        return [_plain(item, depth + 1) for item in value]
+        return [_plain(item, keep, depth + 1) for item in value]
+    if isinstance(value, Media):
+        return keep(value)
     if hasattr(value, "item") and getattr(value, "size", None) == 1:
         value = value.item()
     if isinstance(value, float):

@@ -112,6 +112,7 @@ class Trainer:
     async def run(self) -> RunResult:
         """Warm up, then train to the last step. Whatever happens, everything is closed and no finished group lost."""
         async with Cleanup() as cleanup:
+            cleanup.add(self._folder.close)
             await self._begin(cleanup)
             if self._start == 0:
                 await self._warm_up()

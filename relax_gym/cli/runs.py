@@ -83,8 +83,11 @@ def view(
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Most episodes to show.")] = 3,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with their images, videos and audio to this file instead.")
+    ] = None,
 ) -> None:
-    """Show episodes in the terminal.
+    """Show episodes in the terminal, or as a page for the browser.
 
     What was fed is dim, what the model said is bright: green where it was sure, red where that was unlikely.
     """
@@ -99,6 +102,12 @@ def view(
     records = read_episodes(run, wanted)
     tokenizer = run_tokenizer(run)
     console = Console(soft_wrap=True)
+    if html is not None:
+        from relax_gym.view_html import render_page
+
+        html.write_text(render_page(run, records, tokenizer), encoding="utf-8")
+        print(f"{len(records)} episodes: {html}")
+        return
     for record in records:
         console.print(render_episode(record, tokenizer))
 
