@@ -37,6 +37,9 @@ TEXT_OUTPUTS = {
     "text_replacement_offsets",
     "video_metadata",
 }
+CUT = 0.05
+"""Seconds of the end of a sound that nobody misses."""
+
 BIDIRECTIONAL = {"gemma3"}
 """Model types whose image tokens also see the later tokens of their image."""
 
@@ -179,11 +182,22 @@ class MediaProcessor:
         placeholders = int(np.isin(out["input_ids"][0].numpy(), self.placeholder_ids).sum())
         if not placeholders:
             raise MediaError(f"{type(self.processor).__name__} makes no token of {media!r}; give a longer one")
+        if isinstance(media, Audio) and "feature_attention_mask" in out:
+            self._check_heard(media, int(out["feature_attention_mask"].sum()))
         return Features(
             text=replacement["replacement"],
             placeholders=placeholders,
             tensors={key: out[key] for key in sorted(out.keys() & MERGED)},
         )
+
+    def _check_heard(self, audio: Audio, steps: int) -> None:
+        """Raise MediaError when the feature extractor has cut the end off."""
+        heard = steps * self.processor.feature_extractor.hop_length / audio.rate
+        if heard < audio.seconds - CUT:
+            raise MediaError(
+                f"{audio!r} is longer than the {heard:g} s that {type(self.processor).__name__} takes at a time; give "
+                "shorter pieces"
+            )
 
     def _arguments(self, media: Media) -> dict[str, Any]:
         match media:

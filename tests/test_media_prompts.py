@@ -13,6 +13,7 @@ from media_kit import audio, converse, image, items, make, said, user, video
 
 from relax_gym.chat import ChatRenderer
 from relax_gym.errors import MediaError, ModelError, TemplateError
+from relax_gym.media import Video
 from relax_gym.models import load_tokenizer
 from relax_gym.processing import MediaProcessor
 from relax_gym.trajectory import to_samples
@@ -253,3 +254,24 @@ def test_k44_placeholders_are_never_sampled(name: str) -> None:
 
 def test_spans_move_with_their_turn() -> None:
     assert Placed(media=image(), start=2, end=5).moved(3) == Placed(media=image(), start=5, end=8)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
+def test_k59_a_sound_whose_end_would_be_cut_off_is_refused(name: str) -> None:
+    processor = families.processor(name)
+    assert processor.features(audio(seconds=1.0)).placeholders == 25
+    with pytest.raises(MediaError, match=r"^<audio 1.50 s at \d+ Hz \w+> is longer than the 1 s that Qwen2"):
+        processor.features(audio(seconds=1.5))
+
+
+def test_a_video_of_too_many_tokens_loses_frames() -> None:
+    processor = families.processor("qwen2_5_vl")
+    clip = video(frames=8)
+    tokens = processor.features(clip).placeholders
+    fitted = processor.fitted(clip, tokens // 2)
+    assert isinstance(fitted, Video)
+    assert (len(fitted.frames), processor.features(fitted).placeholders) == (4, tokens // 2)
+    assert (fitted.times[0], fitted.times[-1]) == (clip.times[0], clip.times[-1])
+    assert processor.fitted(clip, tokens) is clip
+    with pytest.raises(MediaError, match=r"one frame of <video 1 frames .* is 4 tokens, media.video_max_tokens = 3"):
+        processor.fitted(clip, 3)
