@@ -29,7 +29,7 @@ def execute(name: str) -> dict[str, Any]:
 
 def test_every_block_is_named_and_run_by_a_test() -> None:
     assert README.read_text().count("```") == 2 * len(BLOCKS)
-    assert set(BLOCKS) == {*IN_A_CLONE, "env", "reward", "config", "tests"}
+    assert set(BLOCKS) == {*IN_A_CLONE, "env", "media", "reward", "config", "tests"}
 
 
 def test_the_environment_of_the_readme_keeps_the_contract() -> None:
@@ -41,6 +41,16 @@ def test_the_environment_of_the_readme_keeps_the_contract() -> None:
     assert env.step(word[::-1]) == ([], 0.5, True, False, {"correct": True})
     assert_env("readme/Reverse-v0")
     assert BLOCKS["env"][1].strip().count("\n") < 25
+
+
+def test_the_picture_env_of_the_readme_keeps_the_contract() -> None:
+    execute("media")
+    env = relax_gym.make("readme/Colour-v0")
+    observation, _ = env.reset(seed=1)
+    picture, text = observation[0]["content"]
+    assert (picture["image"].shape, text["text"]) == ((64, 64, 3), "Which colour?")
+    assert env.step(f"It is {env.colour}.") == ([], 1.0, True, False, {})
+    assert_env("readme/Colour-v0")
 
 
 def test_the_reward_of_the_readme_scores() -> None:
