@@ -6,6 +6,7 @@ import asyncio
 import functools
 from typing import Any
 
+import families
 import pytest
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit, TransformReward
 
@@ -23,7 +24,17 @@ from relax_gym_envs.catalog import ENVS
 TOKENIZER = tiny_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
 ROWS = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(2, 7)]
-KWARGS: dict[str, dict[str, Any]] = {"relax_gym/Dataset-v0": {"rows": ROWS, "match": "exact"}}
+KWARGS: dict[str, dict[str, Any]] = {
+    "relax_gym/Dataset-v0": {"rows": ROWS, "match": "exact"},
+    "relax_gym/AudioQuestion-v0": {"rate": families.RATE},
+    "relax_gym/OmniQuestion-v0": {"rate": families.RATE, "frames": 3, "fps": 4.0},
+}
+SHOWING = ("Audio", "Video", "Omni", "Image", "Chart", "Zoom", "GymRender")
+
+
+def renderer_of(id: str) -> ChatRenderer:
+    """One that reads all that the env shows."""
+    return families.renderer("qwen2_5_omni") if id.partition("/")[2].startswith(SHOWING) else RENDERER
 
 
 def wrapped(id: str, **kwargs: Any) -> Any:
@@ -40,10 +51,11 @@ for name in ENVS:
         relax_gym.register(wrapped_id(name), functools.partial(wrapped, name))
 
 
-def make_player(script: Any = ()) -> Player:
+def make_player(id: str, script: Any = ()) -> Player:
+    renderer = renderer_of(id)
     return Player(
-        sampler=ScriptedSampler(script, tokenizer=TOKENIZER, max_context=100_000),
-        renderer=RENDERER,
+        sampler=ScriptedSampler(script, tokenizer=renderer.tokenizer, max_context=100_000),
+        renderer=renderer,
         rewards=[WeightedReward(name="env", weight=1.0, reward=lambda trajectory: trajectory.env_return)],
         config=RolloutConfig(max_turns=60, max_new_tokens=2000),
     )
@@ -54,8 +66,8 @@ def demonstrated(id: str, kwargs: dict[str, Any]) -> Trajectory:
 
     async def main() -> Trajectory:
         episode = Episode(id="e", task=Task(env_id=id, seed=3, kwargs=kwargs), seed=0)
-        actor = lambda driver, seed: Actor(functools.partial(driver.act, "expert_action"), RENDERER)  # noqa: E731
-        return (await make_player().demonstrate([episode], actor))[0]
+        actor = lambda driver, seed: Actor(functools.partial(driver.act, "expert_action"), renderer_of(id))  # noqa: E731
+        return (await make_player(id).demonstrate([episode], actor))[0]
 
     return asyncio.run(main())
 
@@ -64,7 +76,7 @@ def played(id: str, kwargs: dict[str, Any], answers: list[str]) -> Trajectory:
     """An episode of a policy, scored."""
 
     async def main() -> Trajectory:
-        player = make_player(answers)
+        player = make_player(id, answers)
         episode = Episode(id="e", task=Task(env_id=id, seed=3, kwargs=kwargs), seed=0)
         return (await player.play([episode], player.open_sessions(1)))[0]
 

@@ -16,7 +16,7 @@ import torch
 from learner_cases import context, learner, random_batch, sample, save_model, weights, without_seconds
 from test_distillation_learner import ENV, GPT2, routed
 
-from relax_gym.config import ModelConfig, parse_config
+from relax_gym.config import MediaConfig, ModelConfig, parse_config
 from relax_gym.errors import ConfigError, ModelError, TrainingError
 from relax_gym.models import resolve_model
 from relax_gym.run_folder import read_lines
@@ -62,6 +62,7 @@ def frozen(models, name):
         budget=4096,
         share_prefix=True,
         trust_remote_code=False,
+        media=MediaConfig(),
     )
     return load_teacher(models[name], tokenizer=context(models[name]).tokenizer, rows=61, settings=settings)
 
