@@ -13,7 +13,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeS
 import relax_gym
 from relax_gym.actor import Actor
 from relax_gym.chat import ChatRenderer
-from relax_gym.config import RolloutConfig, parse_config
+from relax_gym.config import ChatConfig, RolloutConfig, parse_config
 from relax_gym.play import Episode, Player
 from relax_gym.preflight import probe_envs
 from relax_gym.scoring import WeightedReward
@@ -32,9 +32,15 @@ KWARGS: dict[str, dict[str, Any]] = {
 SHOWING = ("Audio", "Video", "Omni", "Image", "Chart", "Zoom", "GymRender")
 
 
+@functools.cache
+def omni_renderer() -> ChatRenderer:
+    omni = families.renderer("qwen2_5_omni")
+    return ChatRenderer(omni.tokenizer, ChatConfig(tool_role="user"), processor=omni.processor)
+
+
 def renderer_of(id: str) -> ChatRenderer:
     """One that reads all that the env shows."""
-    return families.renderer("qwen2_5_omni") if id.partition("/")[2].startswith(SHOWING) else RENDERER
+    return omni_renderer() if id.partition("/")[2].startswith(SHOWING) else RENDERER
 
 
 def wrapped(id: str, **kwargs: Any) -> Any:
