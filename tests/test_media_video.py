@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from relax_gym.errors import MediaError
-from relax_gym.media.decoders import DECODERS, Unavailable
+from relax_gym.media.containers import missing_bytes
+from relax_gym.media.decoders import DECODERS, Decoder, Unavailable
 from relax_gym.media.items import Video
 from relax_gym.media.video import VideoPlan, choose_frames, read_video, video_of_frames
 
@@ -24,9 +26,17 @@ def plan(**changes: Any) -> VideoPlan:
     return VideoPlan(**{"fps": 2.0, "min_frames": 1, "max_frames": 32, "max_pixels": 10**6, **changes})
 
 
-def clip(file: Path, stamps: Sequence[int], *, codec: str = "libx264", gop: int = 250, sound: bool = False) -> Path:
+def clip(
+    file: Path,
+    stamps: Sequence[int],
+    *,
+    codec: str = "libx264",
+    gop: int = 250,
+    sound: bool = False,
+    options: dict[str, str] | None = None,
+) -> Path:
     """Frames shown at `stamps` milliseconds, each one's number in its shade (4 a step), and perhaps a 440 Hz tone."""
-    with av.open(str(file), "w") as container:
+    with av.open(str(file), "w", options=options or {}) as container:
         stream: Any = container.add_stream(codec, rate=25)
         stream.width, stream.height, stream.pix_fmt, stream.time_base = WIDTH, HEIGHT, "yuv420p", CLOCK
         stream.codec_context.time_base, stream.codec_context.gop_size = CLOCK, gop
@@ -85,6 +95,12 @@ def test_frames_are_spread_evenly_from_the_first_on(
     assert choose_frames(np.arange(frames) / fps, frames / fps, wanted).tolist() == chosen
 
 
+def test_a_long_pause_does_not_cost_the_least_number_of_frames() -> None:
+    times = np.array([0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 60.0])
+    assert choose_frames(times, 61.0, plan(fps=0.1)).tolist() == [0, 6]
+    assert choose_frames(times, 61.0, plan(fps=0.1, min_frames=4)).tolist() == [0, 2, 4, 6]
+
+
 def test_the_frame_of_a_moment_is_the_one_shown_then() -> None:
     times = np.array([0.0, 0.1, 0.2, 3.0, 3.9])
     assert choose_frames(times, 4.0, plan(fps=1.0)).tolist() == [0, 2, 3]
@@ -125,12 +141,58 @@ def test_k64_files_of_one_to_eight_frames(decoder: str, count: int, tmp_path: Pa
     assert (video.total_frames, video.fps) == (count, pytest.approx(25.0, rel=0.02))
 
 
-@pytest.mark.parametrize("name", ["av", "decord"])
-def test_k58_a_variable_frame_rate_keeps_its_times(name: str, tmp_path: Path) -> None:
+def test_k58_a_variable_frame_rate_keeps_its_times(decoder: str, tmp_path: Path) -> None:
     file = clip(tmp_path / "a.mkv", [0, 100, 200, 3000, 3900, 4000], gop=3)
-    video = read_video(file, plan(fps=1.0), decoders=[name])
+    if decoder == "torchcodec":
+        with pytest.raises(MediaError, match="variable frame rate"):
+            read_video(file, plan(fps=1.0), decoders=[decoder])
+        return
+    video = read_video(file, plan(fps=1.0), decoders=[decoder])
     assert numbers(video) == video.indices.tolist() == [0, 2, 3]
     np.testing.assert_allclose(video.times, [0.0, 0.2, 3.0], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec"),
+    [("ts", "libx264"), ("avi", "mpeg4"), ("webm", "libvpx"), ("mov", "libx264")],
+)
+def test_every_container_is_sought_in_exactly(suffix: str, codec: str, tmp_path: Path) -> None:
+    """Some go to a later key frame than they are asked for."""
+    file = clip(tmp_path / f"a.{suffix}", steady(60), codec=codec, gop=12)
+    with av.open(str(file)) as container:
+        every = [round(float(frame.to_ndarray(format="rgb24").mean()) / 4) for frame in container.decode(video=0)]
+    for fps in (25.0, 2.5, 1.0):
+        video = read_video(file, plan(fps=fps, max_frames=60), decoders=["av"])
+        assert numbers(video) == [every[index] for index in video.indices]
+    assert (video.total_frames, video.indices.tolist()) == (60, [0, 30])
+
+
+def test_decord_is_kept_from_containers_that_it_reads_wrongly(tmp_path: Path) -> None:
+    pytest.importorskip("decord")
+    with pytest.raises(MediaError, match="decord reads only MP4 and Matroska rightly"):
+        read_video(clip(tmp_path / "a.ts", steady(10)), plan(), decoders=["decord"])
+
+
+def test_a_video_is_turned_upright(decoder: str, tmp_path: Path) -> None:
+    """Of a frame that is dark on its left and to be turned clockwise, the top is dark."""
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream: Any = container.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        picture = np.zeros((HEIGHT, WIDTH, 3), dtype=np.uint8)
+        picture[:, WIDTH // 2 :] = (220, 120, 20)
+        container.mux([*stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")), *stream.encode(None)])
+    data = bytearray((tmp_path / "a.mp4").read_bytes())
+    matrix = data.index(b"tkhd") + 44  # of the display, 9 numbers
+    struct.pack_into(">9i", data, matrix, 0, 1 << 16, 0, -1 << 16, 0, 0, HEIGHT << 16, 0, 1 << 30)
+    if decoder == "decord":
+        with pytest.raises(MediaError, match="turned, which decord does wrongly"):
+            read_video(bytes(data), plan(), decoders=[decoder])
+        return
+    for pixels, height, width in ((None, WIDTH, HEIGHT), (WIDTH * HEIGHT // 4, WIDTH // 2, HEIGHT // 2)):
+        frames = read_video(bytes(data), plan(resize_pixels=pixels), decoders=[decoder]).frames
+        assert frames.shape == (1, height, width, 3)
+        assert frames[0, : height // 3].mean() < 10
+        np.testing.assert_allclose(frames[0, -height // 3 :].mean((0, 1)), (220, 120, 20), atol=15)
 
 
 def test_frames_are_scaled_down_in_proportion(decoder: str, tmp_path: Path) -> None:
@@ -184,11 +246,60 @@ def test_k64_broken_files_are_refused(decoder: str, fault: str, tmp_path: Path) 
         read_video(file, plan(), decoders=[decoder])
 
 
+@pytest.mark.parametrize("suffix", ["mp4", "mov", "mkv", "webm", "avi"])
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.95])
+def test_k64_a_file_that_was_cut_off_is_refused(suffix: str, part: float, tmp_path: Path) -> None:
+    codec = {"webm": "libvpx", "avi": "mpeg4"}.get(suffix, "libx264")
+    whole = clip(
+        tmp_path / f"a.{suffix}", steady(60), codec=codec, gop=5, options={"movflags": "faststart"}
+    ).read_bytes()
+    (tmp_path / "half").write_bytes(half := whole[: int(len(whole) * part)])
+    assert missing_bytes(whole) == missing_bytes(whole + b"some more") == 0
+    for source in (half, tmp_path / "half"):
+        assert missing_bytes(source) > 0
+        with pytest.raises(MediaError, match=r"was cut off: its last [\d,]+ bytes are missing"):
+            read_video(source, plan())
+
+
 def test_a_stream_that_was_cut_off_gives_what_is_there(tmp_path: Path) -> None:
-    whole = clip(tmp_path / "a.mkv", steady(60), gop=5).read_bytes()
+    whole = clip(tmp_path / "a.ts", steady(60), gop=5).read_bytes()
     video = read_video(whole[: len(whole) // 2], plan(fps=5.0))
     assert 5 <= video.total_frames < 60
     assert numbers(video) == video.indices.tolist()
+    assert video.duration == pytest.approx(video.total_frames / 25, abs=0.1)
+
+
+@pytest.mark.parametrize("damage", ["noise", "zeros"])
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_k65_damaged_frames_are_refused(decoder: str, damage: str, start: float, tmp_path: Path) -> None:
+    whole = clip(tmp_path / "a.mp4", steady(60), gop=60, options={"movflags": "faststart"}).read_bytes()
+    begin = whole.index(b"mdat") + 4
+    begin += int(start * (len(whole) - begin))
+    noise = np.random.default_rng(0).integers(0, 256, len(whole) - begin, dtype=np.uint8).tobytes()
+    with pytest.raises(MediaError):
+        read_video(whole[:begin] + (noise if damage == "noise" else bytes(len(noise))), plan(), decoders=[decoder])
+
+
+def test_a_playlist_is_not_followed(tmp_path: Path) -> None:
+    clip(tmp_path / "a.ts", steady(10))
+    (tmp_path / "a.m3u8").write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:0.4,\na.ts\n#EXT-X-ENDLIST\n")
+    with pytest.raises(MediaError, match="cannot be read as a video"):
+        read_video(tmp_path / "a.m3u8", plan(), decoders=["av"])
+
+
+def test_a_decoder_that_does_not_work_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def old(source: Path | bytes) -> Decoder:
+        raise AttributeError("no attribute of that name in this version")
+
+    monkeypatch.setitem(DECODERS, "old", old)
+    file = clip(tmp_path / "a.mp4", steady(5))
+    for _ in range(2):
+        assert numbers(read_video(file, plan(fps=25.0), decoders=["old", "av"])) == [0, 1, 2, 3, 4]
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot decode videos with old: no attribute of that name in this version"
+    ]
 
 
 def test_without_a_decoder_the_message_says_what_to_install(tmp_path: Path) -> None:
