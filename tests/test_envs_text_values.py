@@ -347,11 +347,11 @@ def test_grid_world() -> None:
 
 
 def test_grid_world_shortest_path() -> None:
-    assert shortest_path(2, frozenset({(1, 0)}), (0, 0), (1, 1)) == ["right", "down"]
-    assert shortest_path(2, frozenset({(1, 0), (0, 1)}), (0, 0), (1, 1)) is None
-    assert shortest_path(3, frozenset(), (1, 1), (1, 1)) == []
+    assert shortest_path(2, 2, frozenset({(1, 0)}), (0, 0), (1, 1)) == ["right", "down"]
+    assert shortest_path(2, 2, frozenset({(1, 0), (0, 1)}), (0, 0), (1, 1)) is None
+    assert shortest_path(3, 3, frozenset(), (1, 1), (1, 1)) == []
     for seed in range(20):
         env = start("GridWorld", seed, size=7, walls=0.6)
-        path = shortest_path(7, env.walls, env.here, env.goal)
+        path = shortest_path(7, 7, env.walls, env.here, env.goal)
         assert path is not None
         assert 1 <= len(path) <= env.max_steps

@@ -89,7 +89,7 @@ def played(id: str, kwargs: dict[str, Any], answers: list[str]) -> Trajectory:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("id", sorted(ENVS))
+@pytest.mark.parametrize("id", sorted(ENVS.keys() - {"relax_gym/GymRender-v0"}))  # it has no expert
 def test_a_wrapped_env_is_played_as_the_bare_one(id: str) -> None:
     kwargs = KWARGS.get(id, {})
     bare, inside = demonstrated(id, kwargs), demonstrated(wrapped_id(id), kwargs)

@@ -35,7 +35,7 @@ def option_named(text: str, options: Sequence[str]) -> str | None:
 
 
 def _spellings(option: str) -> tuple[str, ...]:
-    return (option, NUMBERS[int(option)]) if option.isdecimal() else (option,)
+    return (option, NUMBERS[int(option)]) if option.isdecimal() and int(option) < len(NUMBERS) else (option,)
 
 
 def check_kinds(name: str, given: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:

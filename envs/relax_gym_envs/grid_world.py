@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from relax_gym import Env, Message, StepResult, user
@@ -13,7 +14,7 @@ Cell = tuple[int, int]
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 
 
-def shortest_path(size: int, walls: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
+def shortest_path(rows: int, columns: int, walls: frozenset[Cell], start: Cell, goal: Cell) -> list[str] | None:
     """The moves of a shortest path by breadth-first search; None when there is no path."""
     queue: deque[Cell] = deque([start])
     came: dict[Cell, tuple[Cell, str] | None] = {start: None}
@@ -21,7 +22,7 @@ def shortest_path(size: int, walls: frozenset[Cell], start: Cell, goal: Cell) ->
         here = queue.popleft()
         for word, (down, right) in MOVES.items():
             there = here[0] + down, here[1] + right
-            if there not in came and there not in walls and min(there) >= 0 and max(there) < size:
+            if there not in came and there not in walls and 0 <= there[0] < rows and 0 <= there[1] < columns:
                 came[there] = here, word
                 queue.append(there)
     if goal not in came:
@@ -32,6 +33,15 @@ def shortest_path(size: int, walls: frozenset[Cell], start: Cell, goal: Cell) ->
         path.append(step[1])
         step = came[step[0]]
     return path[::-1]
+
+
+def put_walls(rows: int, columns: int, cells: Sequence[Cell], wanted: int, start: Cell, goal: Cell) -> frozenset[Cell]:
+    """The first `wanted` of `cells` as walls, but for those that would close the last way."""
+    walls: frozenset[Cell] = frozenset()
+    for cell in cells[:wanted]:
+        if shortest_path(rows, columns, walls | {cell}, start, goal) is not None:
+            walls |= {cell}
+    return walls
 
 
 class GridWorld(Env):
@@ -59,10 +69,8 @@ class GridWorld(Env):
         cells = [(row, column) for row in range(self.size) for column in range(self.size)]
         self.rng.shuffle(cells)
         self.here, self.goal, *rest = cells
-        self.walls: frozenset[Cell] = frozenset()
-        for cell in rest[: int(self.share * len(cells))]:
-            if shortest_path(self.size, self.walls | {cell}, self.here, self.goal) is not None:
-                self.walls |= {cell}
+        wanted = int(self.share * len(cells))
+        self.walls = put_walls(self.size, self.size, rest, wanted, self.here, self.goal)
         self.action_rng = random.Random(self.rng.getrandbits(64))
         self.left = self.max_steps
         return user(f"Move A to G around the walls (#). Reply with one word: {', '.join(MOVES)}.\n{self._draw()}"), {}
@@ -91,7 +99,7 @@ class GridWorld(Env):
 
     def expert_action(self) -> str:
         """The first move of a shortest path."""
-        return (shortest_path(self.size, self.walls, self.here, self.goal) or ["up"])[0]
+        return (shortest_path(self.size, self.size, self.walls, self.here, self.goal) or ["up"])[0]
 
     def random_action(self) -> str:
         """Any of the four words."""

@@ -1,0 +1,56 @@
+"""A large cluttered picture with one small tag that has a letter on it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import PIL.Image
+from PIL import ImageDraw, ImageFont
+
+TAG = 24
+"""Pixels a side of the tag."""
+
+LETTER = 20
+SHAPES = 160
+CLUTTER = ((196, 160, 120), (120, 160, 190), (160, 190, 130), (190, 140, 160), (150, 150, 165), (205, 190, 140))
+PAPER, INK, GROUND = (255, 255, 255), (20, 20, 20), (228, 224, 214)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenery:
+    """A picture `size` pixels a side, a letter in it, and how far the letter is turned."""
+
+    picture: PIL.Image.Image
+    letter: str
+    place: tuple[int, int]
+    turned: int
+
+    @property
+    def tag(self) -> tuple[int, int, int, int]:
+        """Left, top, right and bottom of the tag."""
+        left, top = self.place
+        return left, top, left + TAG, top + TAG
+
+
+def draw_scenery(rng: random.Random, letter: str, size: int, *, turn: bool) -> Scenery:
+    """Shapes everywhere, and the tag on top of them."""
+    picture = PIL.Image.new("RGB", (size, size), GROUND)
+    pen = ImageDraw.Draw(picture)
+    for _ in range(SHAPES):
+        left, top = rng.randrange(size), rng.randrange(size)
+        box = (left, top, left + rng.randint(TAG, size // 8), top + rng.randint(TAG, size // 8))
+        draw = rng.choice((pen.ellipse, pen.rectangle))
+        draw(box, fill=rng.choice(CLUTTER), outline=rng.choice(CLUTTER), width=3)
+    turned = rng.choice((0, 90, 180, 270)) if turn else 0
+    place = rng.randint(TAG, size - 2 * TAG), rng.randint(TAG, size - 2 * TAG)
+    picture.paste(_tag(letter).rotate(turned), place)
+    return Scenery(picture=picture, letter=letter, place=place, turned=turned)
+
+
+def _tag(letter: str) -> PIL.Image.Image:
+    tag = PIL.Image.new("RGB", (TAG, TAG), PAPER)
+    pen = ImageDraw.Draw(tag)
+    pen.text((TAG / 2, TAG / 2), letter, fill=INK, font=ImageFont.load_default(LETTER), anchor="mm")
+    pen.rectangle((0, 0, TAG - 1, TAG - 1), outline=(200, 60, 60))
+    return tag

@@ -1,0 +1,116 @@
+"""Any Gymnasium env with pictures and a few actions, played by what is seen."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import PIL.Image
+from numpy.typing import NDArray
+
+from relax_gym import Env, Message, StepResult, user
+from relax_gym.errors import ConfigError
+from relax_gym_envs._quiz import Part, option_named
+from relax_gym_envs._text import check_range
+
+KNOWN = {
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "CartPole": ("left", "right"),
+    "MountainCar": ("left", "nothing", "right"),
+    "MiniGrid": ("left", "right", "forward", "pickup", "drop", "toggle", "done"),
+}
+"""Names of the actions of well-known envs, by the beginning of their ids."""
+
+
+class GymRender(Env):
+    """A bridge: the model sees what `render` draws and says the name of an action.
+
+    Args:
+        env_id: id of a Gymnasium env that renders "rgb_array" and has a `Discrete` action space.
+        env_kwargs: arguments of `gymnasium.make`.
+        actions: a name for each action; by default those of well-known envs, else their numbers.
+        task: what the model is told to do.
+        frame_size: pixels of the longer side of a picture; larger ones are scaled down. None leaves them.
+        frames: 1 shows a picture; with more, an action is repeated so many times and a video of that is shown.
+        fps: frames per second of that video, by default what the env says.
+
+    The reward is the sum of the env's own. A reply that names no action changes nothing and is told so. Classic control
+    and toy text draw with pygame: `pip install relax-gym[envs]`.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        env_kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | None = None,
+        task: str = "Play this game as well as you can.",
+        frame_size: int | None = 256,
+        frames: int = 1,
+        fps: float | None = None,
+    ) -> None:
+        check_range("frames", frames, 1, 1000)
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame opens no window, even where there is a screen
+        try:
+            self.inner: gymnasium.Env[Any, Any] = gymnasium.make(env_id, render_mode="rgb_array", **(env_kwargs or {}))
+        except (gymnasium.error.Error, TypeError) as error:
+            raise ConfigError(f"env_id = {env_id!r} cannot be made with render_mode='rgb_array': {error}") from error
+        space = self.inner.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise ConfigError(f"env_id = {env_id!r} has actions {space}; only Discrete actions can be named")
+        self.start, count = int(space.start), int(space.n)
+        known = next((names for prefix, names in KNOWN.items() if env_id.startswith(prefix)), None)
+        given = actions or known or [str(self.start + number) for number in range(count)]
+        if len(given) != count or len(set(given)) != count:
+            raise ConfigError(f"actions is {list(given)}; {env_id!r} needs {count} different names")
+        self.actions, self.task = tuple(name.lower() for name in given), task
+        self.frame_size, self.frames = frame_size, frames
+        self.fps = float(fps or self.inner.metadata.get("render_fps") or 4)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """Begin, with the env's own seed and options."""
+        super().reset(seed=seed)
+        self.action_rng = random.Random(self.rng.getrandbits(64))
+        self.inner.reset(seed=seed, options=options)
+        self.inner.action_space.seed(seed)
+        text = f"{self.task} Reply with one of: {', '.join(self.actions)}."
+        return user([*self._shown([self._picture()] * self.frames), {"type": "text", "text": text}]), {}
+
+    def step(self, action: str) -> StepResult:
+        """Take the action that a reply names last."""
+        word = option_named(action, self.actions)
+        if word is None:
+            return StepResult(user(f"Reply with one of: {', '.join(self.actions)}."), 0.0, False, False, {})
+        total, terminated, truncated = 0.0, False, False
+        pictures: list[NDArray[np.uint8]] = []
+        while len(pictures) < self.frames and not (terminated or truncated):
+            _, reward, terminated, truncated, _ = self.inner.step(self.start + self.actions.index(word))
+            total += float(reward)
+            pictures.append(self._picture())
+        return StepResult(user(self._shown(pictures)), total, bool(terminated), bool(truncated), {})
+
+    def _picture(self) -> NDArray[np.uint8]:
+        drawn: Any = self.inner.render()
+        picture = PIL.Image.fromarray(np.asarray(drawn, dtype=np.uint8))
+        if self.frame_size is not None and max(picture.size) > self.frame_size:
+            picture.thumbnail((self.frame_size, self.frame_size))
+        return np.array(picture)
+
+    def _shown(self, pictures: list[NDArray[np.uint8]]) -> list[Part]:
+        if self.frames == 1:
+            return [{"type": "image", "image": pictures[-1]}]
+        return [{"type": "video", "video": pictures, "fps": self.fps}]
+
+    def random_action(self) -> str:
+        """Any action."""
+        return self.action_rng.choice(self.actions)
+
+    def close(self) -> None:
+        """Close the env inside."""
+        self.inner.close()

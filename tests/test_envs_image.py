@@ -1,0 +1,348 @@
+"""The envs of pictures: what is seen tells the answer, tools really look, and every turn has its own picture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env as gymnasium_check
+from numpy.typing import NDArray
+
+import relax_gym
+from relax_gym.errors import ConfigError
+from relax_gym.testing import assert_env
+from relax_gym_envs._charts import COLOURS
+from relax_gym_envs.grid_world import shortest_path
+from relax_gym_envs.zoom_and_look import LETTERS
+
+CASES: dict[str, dict[str, Any]] = {
+    "relax_gym/ImageGrid-v0": {"walls": 0.3},
+    "relax_gym/ChartQuestion-v0": {"size": 200},
+    "relax_gym/ZoomAndLook-v0": {"size": 512, "view": 128},
+}
+
+
+def make(name: str, **kwargs: Any) -> Any:
+    return relax_gym.make(f"relax_gym/{name}-v0", **kwargs)
+
+
+def pictures(messages: list[Any]) -> list[NDArray[np.uint8]]:
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+
+
+def play(env: Any, seed: int, policy: str) -> float:
+    """The return of an episode of at most 40 turns."""
+    env.reset(seed=seed)
+    total = 0.0
+    for _ in range(40):
+        result = env.step(getattr(env, policy)())
+        total += float(result[1])
+        if result[2] or result[3]:
+            break
+    return total
+
+
+@pytest.mark.parametrize("id", CASES)
+def test_the_contract_holds(id: str) -> None:
+    assert_env(lambda: relax_gym.make(id, **CASES[id]))
+    gymnasium_check(relax_gym.make(id, **CASES[id]), skip_render_check=True)
+
+
+@pytest.mark.parametrize(("id", "best"), list(zip(CASES, (1.0, 1.0, 1.5), strict=True)))
+def test_the_expert_solves_it_and_chance_does_not(id: str, best: float) -> None:
+    env = relax_gym.make(id, **CASES[id])
+    assert [play(env, seed, "expert_action") for seed in range(20)] == [best] * 20
+    assert np.mean([play(env, seed, "random_action") for seed in range(40)]) < 0.6 * best
+
+
+@pytest.mark.parametrize("id", CASES)
+def test_a_seed_draws_the_same_picture_and_another_seed_another(id: str) -> None:
+    first, second = relax_gym.make(id, **CASES[id]), relax_gym.make(id, **CASES[id])
+    seen = []
+    for seed in range(5):
+        (one,), (two,) = pictures(first.reset(seed=seed)[0]), pictures(second.reset(seed=seed)[0])
+        assert one.dtype == np.uint8
+        assert np.array_equal(one, two)
+        seen.append(one.tobytes())
+    assert len(set(seen)) == 5
+
+
+# ImageGrid -----------------------------------------------------------------------------------------------------------
+
+
+def cells(picture: NDArray[np.uint8], cell: int = 8) -> dict[str, tuple[int, int]]:
+    """Where the agent and the goal are, as anybody can see."""
+    small = picture[::cell, ::cell].astype(int)
+    found = {}
+    for name, channel in (("agent", 0), ("goal", 1)):
+        others = [other for other in range(3) if other != channel]
+        row, column = np.argwhere((small[..., channel] > 150) & (small[..., others].max(axis=-1) < 100))[0]
+        found[name] = int(row), int(column)
+    return found
+
+
+def test_the_picture_alone_leads_to_the_goal() -> None:
+    env = make("ImageGrid", width=5, height=3)
+    for seed in range(30):
+        observation, _ = env.reset(seed=seed)
+        total = 0.0
+        while True:
+            (picture,) = pictures(observation)
+            assert picture.shape == (40, 40, 3)
+            assert (picture[24:] == 60).all(), "what is outside is grey"
+            seen = cells(picture)
+            path = shortest_path(3, 5, frozenset(), seen["agent"], seen["goal"])
+            assert path
+            observation, reward, done, _, _ = env.step(f"I think left or rather {path[0]}.")
+            total += reward
+            if done:
+                break
+        assert total == 1.0
+
+
+def test_each_turn_has_a_picture_of_its_own() -> None:
+    env = make("ImageGrid", width=4, height=1, style="terse")
+    (before,) = pictures(env.reset(seed=0)[0])
+    kept = before.copy()
+    (after,) = pictures(env.step({"left": "right", "right": "left"}[env.expert_action()])[0])
+    assert np.array_equal(before, kept)
+    assert not np.shares_memory(before, after)
+
+
+def test_a_reply_without_a_direction_ends_the_episode() -> None:
+    env = make("ImageGrid", invalid_reward=-0.5)
+    env.reset(seed=0)
+    assert env.step("I cannot see")[1:3] == (-0.5, True)
+    terse = make("ImageGrid", style="terse")
+    terse.reset(seed=0)
+    assert terse.step("left.")[1:3] == (-0.2, True)
+
+
+def test_pictures_of_shuffled_media_lead_nowhere() -> None:
+    env = make("ImageGrid", shuffle_media=True)
+    right = []
+    for seed in range(300):
+        (picture,) = pictures(env.reset(seed=seed)[0])
+        seen = cells(picture)
+        guess = shortest_path(4, 4, frozenset(), seen["agent"], seen["goal"])
+        right.append(guess is not None and guess[0] == env.expert_action())
+    assert np.mean(right) < 0.45
+
+
+# ChartQuestion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bars_are_as_high_as_their_values(seed: int) -> None:
+    env = make("ChartQuestion", charts=["bar"], size=400)
+    (picture,) = pictures(env.reset(seed=seed)[0])
+    heights = [(np.abs(picture.astype(int) - COLOURS[c]).sum(axis=-1) < 6).any(axis=1).sum() for c in env.chart.colours]
+    scale = 400 * 0.83 / 100
+    np.testing.assert_allclose(heights, [value * scale for value in env.chart.values], atol=4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slices_are_as_large_as_their_share(seed: int) -> None:
+    env = make("ChartQuestion", charts=["pie"], size=400, questions=["highest"])
+    (picture,) = pictures(env.reset(seed=seed)[0])
+    pie = picture[:, :264].astype(int)
+    areas = np.array([(np.abs(pie - COLOURS[colour]).sum(axis=-1) < 6).sum() for colour in env.chart.colours])
+    shares = np.array(env.chart.values) / sum(env.chart.values)
+    np.testing.assert_allclose(areas / areas.sum(), shares, atol=0.02)
+    assert env.expert_action() == env.chart.labels[int(areas.argmax())]
+
+
+def test_answers_to_chart_questions_are_what_the_chart_says() -> None:
+    asked: Counter[str] = Counter()
+    env = make("ChartQuestion", bars=5, turns=3, same_chart=True, charts=["bar"], size=64)
+    for seed in range(60):
+        env.reset(seed=seed)
+        for _ in range(3):
+            text, answer, chart = env.question.text, env.expert_action(), env.chart
+            named = dict(zip(chart.labels, zip(chart.values, chart.colours, strict=True), strict=True))
+            word = text.rstrip("?").split()[-1]
+            if text.startswith("What is"):
+                assert answer == str(named[word][0])
+            elif text.startswith("Which colour"):
+                assert answer == named[word][1]
+            elif text.startswith("How many"):
+                assert answer == str(sum(value > int(word) for value in chart.values))
+            else:
+                pick = max if "highest" in text else min
+                assert answer == pick(named, key=lambda label: named[label][0])
+            asked[text.split()[1]] += 1
+            env.step(answer)
+    assert set(asked) == {"is", "colour", "many", "label"}
+
+
+# ZoomAndLook ---------------------------------------------------------------------------------------------------------
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_only_a_look_that_held_the_tag_at_a_readable_size_earns_the_bonus() -> None:
+    env = make("ZoomAndLook", look_bonus=0.25, turn=False)
+    for looks, looked in ((["expert"], True), (["far"], False), (["whole"], False), ([], False)):
+        env.reset(seed=4)
+        letter = env.scene.letter
+        for look in looks:
+            x, y = (edge * 256 // 1024 for edge in env.scene.place)
+            far = 0 if x > 128 else 192
+            action = {
+                "expert": env.expert_action(),
+                "far": call("crop", left=far, top=0, right=far + 64, bottom=64 if y > 128 else 60),
+                "whole": call("crop", left=0, top=0, right=256, bottom=256),
+            }[look]
+            env.step(action)
+        result = env.step(f"I used crop and looked closely. <tool_call>none</tool_call> It is {letter}")
+        if not result.terminated:  # the text looked like a call and was answered as one
+            result = env.step(f"It is {letter}.")
+        assert (result.reward, result.info) == (1.25 if looked else 1.0, {"correct": True, "looked": looked})
+
+
+def test_a_crop_shows_the_letter_and_the_overview_does_not() -> None:
+    env = make("ZoomAndLook", turn=False)
+    (whole,) = pictures(env.reset(seed=2)[0])
+    (part,) = pictures(env.step(env.expert_action())[0])
+    assert max(whole.shape) == max(part.shape) == 256
+    ink = [int((picture.max(axis=-1) < 70).sum()) for picture in (whole, part)]
+    assert ink[0] < 8 < 30 < ink[1]
+
+
+def test_k56_two_looks_in_one_turn_come_back_in_order() -> None:
+    env = make("ZoomAndLook")
+    env.reset(seed=0)
+    both = call("crop", left=0, top=0, right=64, bottom=32) + call("rotate", degrees=90)
+    result = env.step(both)
+    assert [message["role"] for message in result.observation] == ["tool", "tool"]
+    first, second = pictures(result.observation)
+    assert (first.shape, second.shape) == ((128, 256, 3), (256, 128, 3))
+    assert np.array_equal(np.rot90(first, -1), second)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"left": 9, "top": 0, "right": 5, "bottom": 9}, "is no part of the 256 x 256 pixels"),
+        ({"left": 0, "top": 0, "right": 500, "bottom": 9}, "is no part of the 256 x 256 pixels"),
+        ({"left": 0, "top": 0, "right": 9}, "argument 'bottom' is missing"),
+        ({"left": "a", "top": 0, "right": 9, "bottom": 9}, "argument 'left'"),
+    ],
+)
+def test_bad_looks_are_answered_with_what_was_wrong(arguments: dict[str, Any], why: str) -> None:
+    env = make("ZoomAndLook")
+    env.reset(seed=0)
+    result = env.step(call("crop", **arguments))
+    assert why in result.observation[0]["content"]
+    assert not result.terminated
+
+
+def test_looks_are_counted() -> None:
+    env = make("ZoomAndLook", looks=1)
+    env.reset(seed=0)
+    env.step(call("rotate", degrees=90))
+    assert "which is all you may; answer now" in env.step(call("rotate", degrees=90)).observation[0]["content"]
+
+
+def test_letters_are_balanced() -> None:
+    env, found = make("ZoomAndLook", size=512, view=64), Counter[str]()
+    for seed in range(160):
+        env.reset(seed=seed)
+        found[env.scene.letter] += 1
+    assert set(found) == set(LETTERS)
+    assert max(found.values()) < 36
+
+
+# GymRender -----------------------------------------------------------------------------------------------------------
+
+
+class Counter3(gymnasium.Env[int, int]):
+    """Three actions; the picture's shade is the sum of the actions so far."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012
+
+    def __init__(self, render_mode: str | None = None, goal: int = 6, boxed: bool = False) -> None:
+        self.render_mode, self.goal = render_mode, goal
+        self.action_space = gymnasium.spaces.Box(0, 1) if boxed else gymnasium.spaces.Discrete(3, start=1)
+        self.observation_space = gymnasium.spaces.Discrete(100)
+        self.total = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.total = 0 if seed is None else seed % 2
+        return self.total, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.total += int(action)
+        return self.total, float(action), self.total >= self.goal, False, {}
+
+    def render(self) -> NDArray[np.uint8]:
+        return np.full((20, 40, 3), 10 * self.total, dtype=np.uint8)
+
+
+class Blind(Counter3):
+    """Draws nothing."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+
+
+gymnasium.register("Counter3-v0", Counter3)
+
+
+def test_a_gymnasium_env_is_played_by_its_pictures() -> None:
+    env = make("GymRender", env_id="Counter3-v0", frame_size=20)
+    observation, _ = env.reset(seed=2)
+    assert observation[0]["content"][1]["text"].endswith("Reply with one of: 1, 2, 3.")
+    (picture,) = pictures(observation)
+    assert (picture.shape, picture.max()) == ((10, 20, 3), 0)
+    observation, reward, done, truncated, _ = env.step("two")
+    assert (pictures(observation)[0].min(), reward, done, truncated) == (20, 2.0, False, False)
+    assert env.step("jump")[0] == [{"role": "user", "content": "Reply with one of: 1, 2, 3."}]
+    env.step("3")
+    assert env.step("1")[1:4] == (1.0, True, False)
+
+
+def test_repeated_actions_are_seen_as_a_video() -> None:
+    env = make("GymRender", env_id="Counter3-v0", frames=4, actions=["low", "mid", "high"], env_kwargs={"goal": 5})
+    env.reset(seed=0)
+    observation, reward, done, _, _ = env.step("mid")
+    (part,) = observation[0]["content"]
+    assert [int(frame.max()) for frame in part["video"]] == [20, 40, 60]
+    assert (part["fps"], reward, done) == (5.0, 6.0, True)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "why"),
+    [
+        ({"env_id": "Nowhere-v0"}, "cannot be made with render_mode='rgb_array'"),
+        ({"env_id": "Counter3-v0", "env_kwargs": {"size": 3}}, "cannot be made with render_mode='rgb_array'"),
+        ({"env_id": "Counter3-v0", "env_kwargs": {"boxed": True}}, "only Discrete actions can be named"),
+        ({"env_id": "Counter3-v0", "actions": ["a", "b"]}, "needs 3 different names"),
+    ],
+)
+def test_what_cannot_be_bridged_is_refused(kwargs: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        make("GymRender", **kwargs)
+
+
+def test_well_known_envs_have_names_for_their_actions() -> None:
+    pytest.importorskip("pygame")
+    lake = make("GymRender", env_id="FrozenLake-v1", env_kwargs={"is_slippery": False})
+    first, _ = lake.reset(seed=1)
+    assert lake.actions == ("left", "down", "right", "up")
+    moved, *_ = lake.step("right")
+    assert not np.array_equal(pictures(first)[0], pictures(moved)[0])
+    total = sum(lake.step(word)[1] for word in ("right", "down", "down", "down", "right"))
+    assert total == 1.0
+    pole = make("GymRender", env_id="CartPole-v1", frames=3, frame_size=100)
+    observation, _ = pole.reset(seed=1)
+    assert observation[0]["content"][0]["video"][0].shape == (67, 100, 3)
+    assert pole.step("left")[1] == 3.0
+    lake.close(), pole.close()
