@@ -83,7 +83,6 @@ class PyAvDecoder(Decoder):
             self._container.close()
             raise MediaError("has no video stream")
         self._stream = self._container.streams.video[0]
-        self._stream.thread_type = "AUTO"
         self._stream.codec_context.thread_count = THREADS
         self._coming: Iterator[Any] = iter(())
         self._at = -math.inf
