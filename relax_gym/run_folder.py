@@ -163,7 +163,8 @@ def _check_same_run(config: RunConfig, path: Path) -> None:
     if not (path / "config.toml").exists():
         raise RunFolderError(f"nothing to resume: {str(path)!r} holds no run; leave out --resume to start one")
     old, new = _kept(path / "config.toml").model_dump(mode="json"), masked(config)
-    old["train"].pop("steps"), new["train"].pop("steps")
+    for section, key in (("train", "steps"), ("media", "keep_gib")):
+        old[section].pop(key), new[section].pop(key)
     changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
     if changed:
         lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)

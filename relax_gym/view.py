@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 """One line of episodes.jsonl."""
 
-CONTEXT, SURE, DOUBTFUL, UNLIKELY = "dim", "bold green", "bold yellow", "bold red"
+CONTEXT = "dim"
+COLOURS = {"sure": "bold green", "doubtful": "bold yellow", "unlikely": "bold red"}
 LONGEST_CHARACTER = 4
 MAX_REPEATS = 4
 QUEUED = "queued"
 # Control characters, and the marks that reorder or hide text around them.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,7 @@ def _turn_tokens(turn: Record, tokenizer: PreTrainedTokenizerBase) -> Text:
         out.append("[new segment: this prompt does not extend the one before]\n", style="cyan")
     ids, logprobs = turn["token_ids"], [value or 0.0 for value in turn["logprobs"]]
     fed = [(piece, CONTEXT) for piece, _ in pieces(turn["context_ids"], tokenizer)]
-    said = [(piece, _colour(min(logprobs[tokens]))) for piece, tokens in pieces(ids, tokenizer)]
+    said = [(piece, COLOURS[sureness(min(logprobs[tokens]))]) for piece, tokens in pieces(ids, tokenizer)]
     for (piece, style), same in groupby([*fed, *said]):
         count = len(list(same))
         repeated = count > MAX_REPEATS and len(piece.strip()) > 1  # the hundreds of pads of one image
@@ -157,9 +161,9 @@ def pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple
         start = end
 
 
-def _colour(logprob: float) -> str:
-    """How sure the model was: at least 1 in 2, at least 1 in 20, less."""
-    return SURE if logprob >= -0.7 else DOUBTFUL if logprob >= -3.0 else UNLIKELY
+def sureness(logprob: float) -> str:
+    """How sure the model was: "sure" is at least 1 in 2, "doubtful" at least 1 in 20, "unlikely" less."""
+    return "sure" if logprob >= -0.7 else "doubtful" if logprob >= -3.0 else "unlikely"
 
 
 def _turn_facts(turn: Record) -> str:

@@ -203,6 +203,7 @@ def test_k122_model_text_is_shown_and_not_obeyed(tokenizer: Any) -> None:
         ("\r\x08\x7f\x9b", r"\r\x08\x7f\x9b"),
         ("\u2066\u2028\ufeff", r"\u2066\u2028\ufeff"),
         ("\ud800", r"\ud800"),
+        ("\u061c\U000e0041", r"\u061c\U000e0041"),
     ],
 )
 def test_k122_printable(text: str, shown: str) -> None:

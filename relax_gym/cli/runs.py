@@ -103,15 +103,18 @@ def view(
     tokenizer = run_tokenizer(run)
     console = Console(soft_wrap=True)
     if html is not None:
-        from relax_gym.view_html import render_page
+        from relax_gym.view_html import write_page
 
-        html.write_text(render_page(run, records, tokenizer), encoding="utf-8")
-        print(f"{len(records)} episodes: {html}")
+        megabytes = write_page(html, run, records, tokenizer) / 1e6
+        print(f"{html}: {len(records)} episode{'s' * (len(records) != 1)}, {megabytes:.2f} MB")
+        if megabytes > LARGE_PAGE:
+            print("browsers are slow with pages of this size; a smaller --limit helps", file=sys.stderr)
         return
     for record in records:
         console.print(render_episode(record, tokenizer))
 
 
+LARGE_PAGE = 100  # MB
 EVALUATION_COLUMNS = ("env", "episodes", "reward", "accuracy", "turns", "tokens", "endings")
 
 
