@@ -8,6 +8,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import PIL.Image
 import pytest
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ import relax_gym
 from relax_gym.errors import ConfigError
 from relax_gym.testing import assert_env
 from relax_gym_envs._charts import COLOURS
+from relax_gym_envs._scenery import TAG, draw_tag
 from relax_gym_envs.grid_world import shortest_path
 from relax_gym_envs.zoom_and_look import LETTERS
 
@@ -242,6 +244,68 @@ def test_bad_looks_are_answered_with_what_was_wrong(arguments: dict[str, Any], w
     result = env.step(call("crop", **arguments))
     assert why in result.observation[0]["content"]
     assert not result.terminated
+
+
+@pytest.mark.parametrize(("size", "view"), [(512, 64), (512, 128), (1024, 64), (2048, 71), (2048, 512), (4096, 100)])
+def test_the_letter_is_never_readable_at_first_and_always_after_a_crop(size: int, view: int) -> None:
+    env = make("ZoomAndLook", size=size, view=view, looks=1)
+    for seed in range(3):
+        assert play(env, seed, "expert_action") == 1.5
+        assert env.scene.letter_height((0, 0, size, size), view) <= 5
+
+
+@pytest.mark.parametrize(("size", "view"), [(512, 129), (512, 63), (8192, 140), (8192, 1025)])
+def test_views_that_show_too_much_or_could_never_show_enough_are_refused(size: int, view: int) -> None:
+    with pytest.raises(ConfigError, match=f"view is {view}; it must be a whole number from"):
+        make("ZoomAndLook", size=size, view=view)
+
+
+def test_the_expert_turns_the_letter_upright() -> None:
+    turned = Counter[int]()
+    for seed in range(12):
+        env = make("ZoomAndLook")
+        env.reset(seed=seed)
+        turned[env.scene.turned] += 1
+        while (action := env.expert_action()).startswith("<tool_call>"):
+            (seen,) = pictures(env.step(action)[0])
+        paper = np.argwhere(seen.min(axis=-1) > 245)
+        (top, left), (bottom, right) = paper.min(axis=0), paper.max(axis=0)
+        found = PIL.Image.fromarray(seen[top : bottom + 1, left : right + 1]).resize((TAG - 2, TAG - 2))
+        tags = [draw_tag(letter).crop((1, 1, TAG - 1, TAG - 1)) for letter in LETTERS]
+        far = [np.abs(np.subtract(found, tag, dtype=float)).mean() for tag in tags]
+        assert LETTERS[int(np.argmin(far))] == env.scene.letter
+        env.close()
+    assert set(turned) == {0, 90, 180, 270}
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        ("{}", True),
+        ("**{}**, I think", True),
+        ("Not A but '{}'.", True),
+        ("The letter is {}!", True),
+        (" {small}. ", True),
+        ("{} or A", False),
+        ("I read {}B", False),
+        ("nothing", False),
+    ],
+)
+def test_the_letter_is_read_from_sentences(said: str, right: bool) -> None:
+    env = make("ZoomAndLook")
+    env.reset(seed=3)
+    letter = env.scene.letter
+    assert letter != "A"
+    assert env.step(said.format(letter, small=letter.lower())).info["correct"] == right
+
+
+def test_terse_questions_take_a_letter_only() -> None:
+    env = make("ZoomAndLook", style="terse")
+    for said, right in (("{}", True), ("{}.", False)):
+        observation, _ = env.reset(seed=3)
+        assert observation[0]["content"][1]["text"] == "letter?"
+        observation, reward, *_ = env.step(said.format(env.scene.letter))
+        assert (observation, reward) == ([], float(right))
 
 
 def test_looks_are_counted() -> None:
