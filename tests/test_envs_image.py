@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from typing import Any
 
@@ -26,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "relax_gym/ChartQuestion-v0": {"size": 200},
     "relax_gym/ZoomAndLook-v0": {"size": 512, "view": 128},
 }
+SOLVED = dict(zip(CASES, (1.0, 1.0, 1.5), strict=True))
+CASES["relax_gym/GymRender-v0"] = {"env_id": "Counter3-v0"}
 
 
 def make(name: str, **kwargs: Any) -> Any:
@@ -55,14 +58,14 @@ def test_the_contract_holds(id: str) -> None:
     gymnasium_check(relax_gym.make(id, **CASES[id]), skip_render_check=True)
 
 
-@pytest.mark.parametrize(("id", "best"), list(zip(CASES, (1.0, 1.0, 1.5), strict=True)))
+@pytest.mark.parametrize(("id", "best"), list(SOLVED.items()))
 def test_the_expert_solves_it_and_chance_does_not(id: str, best: float) -> None:
     env = relax_gym.make(id, **CASES[id])
     assert [play(env, seed, "expert_action") for seed in range(20)] == [best] * 20
     assert np.mean([play(env, seed, "random_action") for seed in range(40)]) < 0.6 * best
 
 
-@pytest.mark.parametrize("id", CASES)
+@pytest.mark.parametrize("id", SOLVED)
 def test_a_seed_draws_the_same_picture_and_another_seed_another(id: str) -> None:
     first, second = relax_gym.make(id, **CASES[id]), relax_gym.make(id, **CASES[id])
     seen = []
@@ -358,6 +361,7 @@ class Blind(Counter3):
 
 
 gymnasium.register("Counter3-v0", Counter3)
+gymnasium.register("Blind-v0", Blind)
 
 
 def test_a_gymnasium_env_is_played_by_its_pictures() -> None:
@@ -385,15 +389,50 @@ def test_repeated_actions_are_seen_as_a_video() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "why"),
     [
-        ({"env_id": "Nowhere-v0"}, "cannot be made with render_mode='rgb_array'"),
+        ({"env_id": "Nowhere-v0"}, "doesn't exist. An env of another package is named module:id"),
+        ({"env_id": "no_such_module:Nowhere-v0"}, "cannot be made with render_mode='rgb_array'"),
         ({"env_id": "Counter3-v0", "env_kwargs": {"size": 3}}, "cannot be made with render_mode='rgb_array'"),
         ({"env_id": "Counter3-v0", "env_kwargs": {"boxed": True}}, "only Discrete actions can be named"),
         ({"env_id": "Counter3-v0", "actions": ["a", "b"]}, "needs 3 different names"),
+        ({"env_id": "Counter3-v0", "actions": ["up", "Up", "down"]}, "needs 3 different names"),
+        ({"env_id": "Counter3-v0", "frame_size": 0}, "frame_size is 0; it must be a whole number from 8"),
+        ({"env_id": "Counter3-v0", "frames": 2, "fps": 0}, "fps is 0; it must be a number from 0.1"),
     ],
 )
 def test_what_cannot_be_bridged_is_refused(kwargs: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         make("GymRender", **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:.*not in the possible render_modes")
+def test_an_env_without_pictures_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"draws no pictures: its render modes are \[\], without 'rgb_array'"):
+        make("GymRender", env_id="Blind-v0")
+
+
+@pytest.mark.parametrize("env_id", ["FrozenLake-v1", "CartPole-v1"])
+def test_without_pygame_the_error_says_what_to_install(env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pygame", None)  # importing it fails, as where it is not installed
+    with pytest.raises(ConfigError, match=r"pygame is not installed.*pip install relax-gym\[envs\]"):
+        make("GymRender", env_id=env_id).reset(seed=0)
+
+
+def test_episodes_end_where_the_env_cuts_them_off() -> None:
+    env = make("GymRender", env_id="Counter3-v0", env_kwargs={"max_episode_steps": 3, "goal": 99}, frames=2)
+    env.reset(seed=0)
+    assert env.step("1")[1:4] == (2.0, False, False)
+    observation, *rest = env.step("1")
+    assert (rest[:3], len(observation[0]["content"][0]["video"])) == ([1.0, False, True], 1)
+
+
+def test_minigrid_is_played_by_the_names_of_its_actions() -> None:
+    pytest.importorskip("minigrid")
+    env = make("GymRender", env_id="minigrid:MiniGrid-Empty-5x5-v0", frame_size=80)
+    (picture,) = pictures(env.reset(seed=0)[0])
+    assert picture.shape == (80, 80, 3)
+    results = [env.step(f"I go {word}") for word in ("forward", "forward", "right", "forward", "forward")]
+    assert [result[2] for result in results] == [False, False, False, False, True]
+    assert results[-1][1] > 0.9
 
 
 def test_well_known_envs_have_names_for_their_actions() -> None:

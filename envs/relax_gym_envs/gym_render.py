@@ -22,6 +22,8 @@ KNOWN = {
     "CliffWalking": ("up", "right", "down", "left"),
     "CartPole": ("left", "right"),
     "MountainCar": ("left", "nothing", "right"),
+    "Blackjack": ("stick", "hit"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
     "MiniGrid": ("left", "right", "forward", "pickup", "drop", "toggle", "done"),
 }
 """Names of the actions of well-known envs, by the beginning of their ids."""
@@ -31,13 +33,14 @@ class GymRender(Env):
     """A bridge: the model sees what `render` draws and says the name of an action.
 
     Args:
-        env_id: id of a Gymnasium env that renders "rgb_array" and has a `Discrete` action space.
+        env_id: id of a Gymnasium env that renders "rgb_array" and has a `Discrete` action space. `module:id` imports
+            the module that registers it: `minigrid:MiniGrid-Empty-5x5-v0`.
         env_kwargs: arguments of `gymnasium.make`.
         actions: a name for each action; by default those of well-known envs, else their numbers.
         task: what the model is told to do.
-        frame_size: pixels of the longer side of a picture; larger ones are scaled down. None leaves them.
+        frame_size: pixels of the longer side of a picture, at least 8; larger ones are scaled down. None leaves them.
         frames: 1 shows a picture; with more, an action is repeated so many times and a video of that is shown.
-        fps: frames per second of that video, by default what the env says.
+        fps: frames per second of that video, 0.1 to 1000, by default what the env says.
 
     The reward is the sum of the env's own. A reply that names no action changes nothing and is told so. Classic control
     and toy text draw with pygame: `pip install relax-gym[envs]`.
@@ -54,20 +57,22 @@ class GymRender(Env):
         fps: float | None = None,
     ) -> None:
         check_range("frames", frames, 1, 1000)
+        if frame_size is not None:
+            check_range("frame_size", frame_size, 8, 10**5)
+        if fps is not None:
+            check_range("fps", fps, 0.1, 1000.0)
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame opens no window, even where there is a screen
-        try:
-            self.inner: gymnasium.Env[Any, Any] = gymnasium.make(env_id, render_mode="rgb_array", **(env_kwargs or {}))
-        except (gymnasium.error.Error, TypeError) as error:
-            raise ConfigError(f"env_id = {env_id!r} cannot be made with render_mode='rgb_array': {error}") from error
+        self.inner = _made(env_id, env_kwargs or {})
         space = self.inner.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ConfigError(f"env_id = {env_id!r} has actions {space}; only Discrete actions can be named")
         self.start, count = int(space.start), int(space.n)
-        known = next((names for prefix, names in KNOWN.items() if env_id.startswith(prefix)), None)
-        given = actions or known or [str(self.start + number) for number in range(count)]
+        bare = env_id.rpartition(":")[2]
+        known = next((names for prefix, names in KNOWN.items() if bare.startswith(prefix)), None)
+        given = [str(name).lower() for name in actions or known or range(self.start, self.start + count)]
         if len(given) != count or len(set(given)) != count:
-            raise ConfigError(f"actions is {list(given)}; {env_id!r} needs {count} different names")
-        self.actions, self.task = tuple(name.lower() for name in given), task
+            raise ConfigError(f"actions is {given}; {env_id!r} needs {count} different names")
+        self.actions, self.task = tuple(given), task
         self.frame_size, self.frames = frame_size, frames
         self.fps = float(fps or self.inner.metadata.get("render_fps") or 4)
 
@@ -77,10 +82,16 @@ class GymRender(Env):
         """Begin, with the env's own seed and options."""
         super().reset(seed=seed)
         self.action_rng = random.Random(self.rng.getrandbits(64))
-        self.inner.reset(seed=seed, options=options)
-        self.inner.action_space.seed(seed)
+        try:
+            self.inner.reset(seed=seed, options=options)
+            self.inner.action_space.seed(seed)
+            picture = self._picture()
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ConfigError(
+                f"{error}; `pip install relax-gym[envs]` brings pygame, which most envs draw with"
+            ) from error
         text = f"{self.task} Reply with one of: {', '.join(self.actions)}."
-        return user([*self._shown([self._picture()] * self.frames), {"type": "text", "text": text}]), {}
+        return user([*self._shown([picture] * self.frames), {"type": "text", "text": text}]), {}
 
     def step(self, action: str) -> StepResult:
         """Take the action that a reply names last."""
@@ -114,3 +125,17 @@ class GymRender(Env):
     def close(self) -> None:
         """Close the env inside."""
         self.inner.close()
+
+
+def _made(env_id: str, kwargs: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
+    where = f"env_id = {env_id!r}"
+    try:
+        env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, render_mode="rgb_array", **kwargs)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise ConfigError(f"{where}: {error} An env of another package is named module:id") from error
+    except (gymnasium.error.Error, ImportError, TypeError) as error:
+        raise ConfigError(f"{where} cannot be made with render_mode='rgb_array': {error}") from error
+    modes = env.metadata.get("render_modes", [])
+    if "rgb_array" not in modes:
+        raise ConfigError(f"{where} draws no pictures: its render modes are {modes}, without 'rgb_array'")
+    return env
