@@ -163,7 +163,8 @@ def test_slices_are_as_large_as_their_share(seed: int) -> None:
 
 
 def test_answers_to_chart_questions_are_what_the_chart_says() -> None:
-    asked: Counter[str] = Counter()
+    starts = ("What is the value", "What is the difference", "Which colour", "How many", "Which label")
+    asked = set[str]()
     env = make("ChartQuestion", bars=5, turns=3, same_chart=True, charts=["bar"], size=64)
     for seed in range(60):
         env.reset(seed=seed)
@@ -171,7 +172,9 @@ def test_answers_to_chart_questions_are_what_the_chart_says() -> None:
             text, answer, chart = env.question.text, env.expert_action(), env.chart
             named = dict(zip(chart.labels, zip(chart.values, chart.colours, strict=True), strict=True))
             word = text.rstrip("?").split()[-1]
-            if text.startswith("What is"):
+            if text.startswith("What is the difference"):
+                assert answer == str(abs(named[word][0] - named[text.split()[5]][0]))
+            elif text.startswith("What is the value"):
                 assert answer == str(named[word][0])
             elif text.startswith("Which colour"):
                 assert answer == named[word][1]
@@ -180,9 +183,55 @@ def test_answers_to_chart_questions_are_what_the_chart_says() -> None:
             else:
                 pick = max if "highest" in text else min
                 assert answer == pick(named, key=lambda label: named[label][0])
-            asked[text.split()[1]] += 1
+            asked.add(next(start for start in starts if text.startswith(start)))
             env.step(answer)
-    assert set(asked) == {"is", "colour", "many", "label"}
+    assert asked == set(starts)
+
+
+@pytest.mark.parametrize(
+    ("style", "tolerance", "said", "right"),
+    [
+        ("plain", 5, "About {over5}.", True),
+        ("plain", 5, "About {over6}.", False),
+        ("plain", 5, "no idea", False),
+        ("plain", 0, "About {over5}.", False),
+        ("plain", 0, "I think {over0}.", True),
+        ("terse", 5, "{over5}", True),
+        ("terse", 5, "{over5}.", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["value", "difference"])
+def test_read_off_numbers_may_be_as_far_off_as_is_tolerated(
+    kind: str, style: str, tolerance: int, said: str, right: bool
+) -> None:
+    env = make("ChartQuestion", questions=[kind], tolerance=tolerance, style=style, size=64)
+    for seed in range(5):
+        env.reset(seed=seed)
+        truth = int(env.expert_action())
+        text = said.format(over0=truth, over5=truth + 5, over6=truth + 6)
+        assert env.step(text)[1] == float(right)
+
+
+def test_pies_are_asked_only_what_they_show() -> None:
+    env = make("ChartQuestion", questions=["value", "above"], size=64)
+    kinds = Counter[str]()
+    for seed in range(40):
+        env.reset(seed=seed)
+        kinds[env.chart.kind] += 1
+    assert set(kinds) == {"bar", "line"}
+    with pytest.raises(ConfigError, match="a pie has no scale"):
+        make("ChartQuestion", charts=["pie"], questions=["value"])
+
+
+def test_follow_up_questions_do_not_show_the_chart_again() -> None:
+    for same_chart, shown in ((True, 0), (False, 1)):
+        env = make("ChartQuestion", turns=2, same_chart=same_chart, size=64)
+        (first,) = pictures(env.reset(seed=0)[0])
+        kept = first.copy()
+        observation, reward, *_ = env.step(env.expert_action())
+        assert (len(pictures(observation)), reward) == (shown, 0.5)
+        assert np.array_equal(first, kept)
+        assert not any(np.shares_memory(first, later) for later in pictures(observation))
 
 
 # ZoomAndLook ---------------------------------------------------------------------------------------------------------

@@ -71,15 +71,19 @@ class Quiz(Env):
         return self._take(action)
 
     def _take(self, text: str) -> StepResult:
-        terse, options = self.style == "terse", self.question.options
-        given = (text if text in options else None) if terse else option_named(text, options)
-        correct, self.asked = given == self.question.answer, self.asked + 1
+        terse, correct = self.style == "terse", self._right(text)
+        self.asked += 1
         self.solved += correct
         verdict = "" if terse else "Correct." if correct else f"Wrong. The answer is {self.question.answer}."
         if self.asked < self.turns:
             return StepResult(self._observation(verdict), correct / self.turns, False, False, {})
         info = {"correct": self.solved == self.turns}
         return StepResult(user(verdict) if verdict else [], correct / self.turns, True, False, info)
+
+    def _right(self, text: str) -> bool:
+        """Whether a reply is the right answer."""
+        given = text if self.style == "terse" else option_named(text, self.question.options)
+        return given == self.question.answer
 
     def _observation(self, verdict: str = "") -> list[Message]:
         media, self.question = self._ask()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from relax_gym.errors import ConfigError
 from relax_gym_envs._charts import COLOURS, KINDS, LABELS, STEP, TOP, Chart, draw_chart
 from relax_gym_envs._quiz import Part, Question, Quiz, check_kinds
-from relax_gym_envs._text import check_range
+from relax_gym_envs._text import check_range, last_number
 
-QUESTIONS = ("highest", "lowest", "value", "colour", "above")
+QUESTIONS = ("highest", "lowest", "value", "colour", "above", "difference")
+SCALED = ("value", "above", "difference")
+"""Questions that need a scale, which a pie does not have."""
+
+LEVELS = tuple(str(level) for level in range(STEP, TOP + 1, STEP))
 
 
 class ChartQuestion(Quiz):
@@ -18,7 +23,9 @@ class ChartQuestion(Quiz):
     Args:
         charts: kinds of charts: "bar", "line", "pie".
         questions: kinds to ask: the "highest" or "lowest" label, the "value" of a label, the "colour" of a label, how
-            many are "above" a value. Of a pie, which has no scale, only the first two and the colour.
+            many are "above" a value, the "difference" of two. Of a pie, which has no scale, only the extremes and the
+            colour.
+        tolerance: how far a number may be from the value or difference, which is a multiple of 10.
         bars: numbers in a chart, 2 to 6.
         turns: questions in an episode.
         same_chart: later questions are about the first chart, which is not shown again, instead of new charts.
@@ -36,6 +43,7 @@ class ChartQuestion(Quiz):
         self,
         charts: Sequence[str] = KINDS,
         questions: Sequence[str] = QUESTIONS,
+        tolerance: int = 0,
         bars: int = 4,
         turns: int = 1,
         same_chart: bool = False,
@@ -44,13 +52,17 @@ class ChartQuestion(Quiz):
         shuffle_media: bool = False,
     ) -> None:
         super().__init__(turns, style, shuffle_media)
-        self.charts, self.questions = (
-            check_kinds("charts", charts, KINDS),
-            check_kinds("questions", questions, QUESTIONS),
-        )
+        self.questions = check_kinds("questions", questions, QUESTIONS)
+        self.charts = tuple(kind for kind in check_kinds("charts", charts, KINDS) if self._askable(kind))
+        if not self.charts:
+            raise ConfigError(f"questions is {list(questions)}; a pie has no scale to answer them; add other charts")
+        check_range("tolerance", tolerance, 0, TOP)
         check_range("bars", bars, 2, len(COLOURS))
         check_range("size", size, 64, 2048)
-        self.bars, self.same_chart, self.size = bars, same_chart, size
+        self.bars, self.tolerance, self.same_chart, self.size = bars, tolerance, same_chart, size
+
+    def _askable(self, chart: str) -> tuple[str, ...]:
+        return tuple(kind for kind in self.questions if chart != "pie" or kind not in SCALED)
 
     def _ask(self) -> tuple[list[Part], Question]:
         if self.same_chart and self.asked:
@@ -65,13 +77,15 @@ class ChartQuestion(Quiz):
         return [{"type": "image", "image": shown.draw(self.size)}], question
 
     def _about(self, chart: Chart) -> Question:
-        known = self.questions if chart.kind != "pie" else tuple(set(self.questions) - {"value", "above"})
-        kind = self.rng.choice(sorted(known) or ["highest"])
-        number = self.rng.randrange(self.bars)
+        kind = self.rng.choice(self._askable(chart.kind))
+        number, second = self.rng.sample(range(self.bars), 2)
         label, value, colour = chart.labels[number], chart.values[number], chart.colours[number]
-        levels = tuple(str(level) for level in range(STEP, TOP + 1, STEP))
         if kind == "value":
-            return Question(text=f"What is the value of {label}?", terse=f"{label}?", answer=str(value), options=levels)
+            return Question(text=f"What is the value of {label}?", terse=f"{label}?", answer=str(value), options=LEVELS)
+        if kind == "difference":
+            other, answer = chart.labels[second], str(abs(value - chart.values[second]))
+            text = f"What is the difference between {label} and {other}?"
+            return Question(text=text, terse=f"{label} - {other}?", answer=answer, options=LEVELS)
         if kind == "colour":
             text, options = f"Which colour is {label}?", tuple(COLOURS)
             return Question(text=text, terse=f"{label} colour?", answer=colour, options=options)
@@ -84,3 +98,9 @@ class ChartQuestion(Quiz):
         extreme = max(chart.values) if kind == "highest" else min(chart.values)
         answer = chart.labels[chart.values.index(extreme)]
         return Question(text=f"Which label has the {kind} value?", terse=f"{kind}?", answer=answer, options=LABELS)
+
+    def _right(self, text: str) -> bool:
+        if self.question.options != LEVELS or not self.tolerance:
+            return super()._right(text)
+        number = last_number(text) if self.style == "plain" or text.isdecimal() else None
+        return number is not None and abs(number - int(self.question.answer)) <= self.tolerance
