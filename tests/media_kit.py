@@ -16,6 +16,18 @@ from relax_gym.media.items import Audio, Image, Media, Video
 from relax_gym.processing import MediaProcessor
 from relax_gym.types import Message
 
+READS = {
+    "qwen2_5_vl": ("image", "video"),
+    "qwen3_vl": ("image", "video"),
+    "qwen2_5_omni": ("image", "video", "audio"),
+    "qwen3_omni": ("image", "video", "audio"),
+    "qwen2_audio": ("audio",),
+    "smolvlm": ("image", "video"),
+    "idefics3": ("image",),
+    "gemma3": ("image",),
+}
+"""What each family reads."""
+
 
 def image(seed: int = 0, height: int = 32, width: int = 48) -> Image:
     """Noise."""
@@ -23,9 +35,10 @@ def image(seed: int = 0, height: int = 32, width: int = 48) -> Image:
 
 
 def audio(seed: int = 0, seconds: float = 0.7) -> Audio:
-    """Noise."""
-    samples = np.random.default_rng(seed).standard_normal(round(families.RATE * seconds))
-    return Audio(samples=(samples / 5).astype(np.float32), rate=families.RATE)
+    """A tone and a little noise."""
+    rng, times = np.random.default_rng(seed), np.arange(round(families.RATE * seconds)) / families.RATE
+    samples = np.sin(2 * np.pi * 300 * (seed + 1) * times) / 2 + rng.standard_normal(len(times)) / 50
+    return Audio(samples=samples.astype(np.float32), rate=families.RATE)
 
 
 def video(seed: int = 0, frames: int = 4, fps: float = 2.0, sound: Audio | None = None) -> Video:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES
-from media_kit import audio, converse, image, items, make, said, single_pass, user, video
+from media_kit import READS, audio, converse, image, items, make, said, single_pass, user, video
 
 from relax_gym.errors import MediaError
 from relax_gym.media.items import Media, Video
@@ -21,16 +21,6 @@ from relax_gym.types import Message
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-READS = {
-    "qwen2_5_vl": ("image", "video"),
-    "qwen3_vl": ("image", "video"),
-    "qwen2_5_omni": ("image", "video", "audio"),
-    "qwen3_omni": ("image", "video", "audio"),
-    "qwen2_audio": ("audio",),
-    "smolvlm": ("image", "video"),
-    "idefics3": ("image",),
-    "gemma3": ("image",),
-}
 OMNI = ("qwen2_5_omni", "qwen3_omni")
 NUMPY_COPY = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # in transformers
 TURNS = [(0,), (1,), (2,), (3,), (1, 0, 2), (0, 1, 1), (1, 1, 1)]
