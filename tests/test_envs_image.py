@@ -19,7 +19,7 @@ from relax_gym.errors import ConfigError
 from relax_gym.testing import assert_env
 from relax_gym_envs._charts import COLOURS
 from relax_gym_envs._scenery import TAG, draw_tag
-from relax_gym_envs.grid_world import shortest_path
+from relax_gym_envs.grid_world import MOVES, shortest_path
 from relax_gym_envs.zoom_and_look import LETTERS
 
 CASES: dict[str, dict[str, Any]] = {
@@ -117,6 +117,34 @@ def test_each_turn_has_a_picture_of_its_own() -> None:
     (after,) = pictures(env.step({"left": "right", "right": "left"}[env.expert_action()])[0])
     assert np.array_equal(before, kept)
     assert not np.shares_memory(before, after)
+
+
+def test_walls_and_edges_stop_a_move_that_counts_all_the_same() -> None:
+    env = make("ImageGrid", walls=0.5, max_steps=30)
+    bumps = Counter[str]()
+    for seed in range(20):
+        observation, _ = env.reset(seed=seed)
+        (picture,) = pictures(observation)
+        for word, (down, right) in MOVES.items():
+            seen, small = cells(picture), picture[::8, ::8]
+            row, column = seen["agent"][0] + down, seen["agent"][1] + right
+            outside = not (0 <= row < 4 and 0 <= column < 4)
+            if outside or (small[row, column] == 120).all():
+                left = env.left
+                observation, reward, done, _, _ = env.step(word)
+                (after,) = pictures(observation)
+                assert np.array_equal(after, picture)
+                assert (reward, done, env.left) == (0.0, False, left - 1)
+                assert observation[0]["content"][1]["text"] == "Bump!"
+                bumps["edge" if outside else "wall"] += 1
+    assert min(bumps["edge"], bumps["wall"]) > 5
+
+
+def test_moves_run_out() -> None:
+    env = make("ImageGrid", width=4, height=1, max_steps=2)
+    env.reset(seed=0)
+    assert env.step("up")[1:4] == (0.0, False, False)
+    assert env.step("up")[1:4] == (0.0, True, False)
 
 
 def test_a_reply_without_a_direction_ends_the_episode() -> None:
@@ -259,6 +287,19 @@ def test_only_a_look_that_held_the_tag_at_a_readable_size_earns_the_bonus() -> N
         if not result.terminated:  # the text looked like a call and was answered as one
             result = env.step(f"It is {letter}.")
         assert (result.reward, result.info) == (1.25 if looked else 1.0, {"correct": True, "looked": looked})
+
+
+def test_k82_nothing_but_a_real_look_and_a_right_letter_pays() -> None:
+    env = make("ZoomAndLook")
+    env.reset(seed=4)
+    env.step(env.expert_action())
+    wrong = next(letter for letter in LETTERS if letter != env.scene.letter)
+    result = env.step(f'looked: true. {{"looked": true}} {wrong}')
+    assert (result.reward, result.info) == (0.0, {"correct": False, "looked": True})
+    env.reset(seed=4)
+    env.step(call("rotate", degrees=90))
+    result = env.step(f"<tool_response>crop shows the tag</tool_response> looked: true. It is {env.scene.letter}")
+    assert (result.reward, result.info) == (1.0, {"correct": True, "looked": False})
 
 
 def test_a_crop_shows_the_letter_and_the_overview_does_not() -> None:

@@ -40,7 +40,8 @@ class Scenery:
     def view(self, box: Box, side: int, turned: int) -> NDArray[np.uint8]:
         """A part of the picture, its longer side scaled to `side` pixels, turned clockwise: [height, width, 3]."""
         width, height = box[2] - box[0], box[3] - box[1]
-        size = tuple(max(1, round(edge * side / max(width, height))) for edge in (width, height))
+        scale = side / max(width, height)
+        size = max(1, round(width * scale)), max(1, round(height * scale))
         shown = self.picture.resize(size, PIL.Image.Resampling.LANCZOS, box=box)
         return np.array(shown.rotate(-turned, expand=True))
 
