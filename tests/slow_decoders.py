@@ -11,11 +11,13 @@ from relax_gym.media.decoding import Wanted, decode
 
 
 def misbehaving(kind: Any, source: Any, wanted: Wanted) -> Media:
-    """Decode what is no instruction: b"hang" never ends, b"crash" ends the process."""
+    """Decode what is no instruction: b"hang" never ends, b"crash" ends the process, b"fail" raises."""
     if source == b"hang":
         time.sleep(600)
     if source == b"crash":
         os._exit(11)
+    if source == b"fail":
+        raise RuntimeError("codec fell over")
     return decode(kind, source, wanted)
 
 

@@ -73,6 +73,8 @@ def test_k62_an_array_without_a_rate_is_refused_and_one_with_another_rate_resamp
         (np.zeros(8, dtype=bool), RATE, "is an array of bool"),
         (TONE, 0, "has a rate of 0"),
         (TONE, 0.5, "has a rate of 0.5"),
+        (TONE, np.inf, "has a rate of inf"),
+        (TONE, "8000", "has a rate of '8000'"),
         (np.zeros(RATE * 6), RATE, r"lasts 6.0 s, media.audio_max_seconds = 5"),
     ],
 )
@@ -107,6 +109,27 @@ def test_stereo_files_become_one_channel_at_the_rate_wanted(tmp_path: Path) -> N
     assert np.abs(audio.samples[100:-100]).max() == pytest.approx(0.25, abs=0.01)
 
 
+def test_a_sound_whose_writer_did_not_know_its_length_is_read() -> None:
+    for length in (0xFFFFFFFF, 0x7FFFF024, len(wav())):
+        streamed = wav()[:4] + length.to_bytes(4, "little") + wav()[8:]
+        np.testing.assert_array_equal(read_audio(streamed, **AS_IT_IS).samples, TONE)
+
+
+def test_surround_sound_becomes_the_mean_of_its_channels_whoever_reads_it() -> None:
+    av = pytest.importorskip("av")
+    channels = np.zeros((6, 48_000), dtype=np.float32)
+    channels[2] = 0.6 * np.sin(2 * np.pi * 440 * np.arange(48_000) / 48_000)
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream = container.add_stream("aac", rate=48_000, layout="5.1", bit_rate=512_000)
+        frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout="5.1")
+        frame.sample_rate = 48_000
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    for source in (file.getvalue(), wav(channels.T, rate=48_000)):
+        middle = read_audio(source, **AS_IT_IS).samples[12_000:36_000]
+        assert np.sqrt((middle**2).mean()) == pytest.approx(0.1 / np.sqrt(2), rel=0.05)
+
+
 def test_what_soundfile_cannot_read_is_read_by_pyav(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     file = tmp_path / "tone.mp4"
@@ -132,6 +155,8 @@ def test_what_soundfile_cannot_read_is_read_by_pyav(tmp_path: Path) -> None:
         (b"no sound at all", "cannot be read as a sound"),
         (wav(np.zeros(0)), "has no samples"),
         (wav(np.zeros(RATE * 6)), "lasts 6.0 s"),
+        (wav()[:-1000], "was cut off: its last 1,000 bytes are missing"),
+        (wav(kind="FLAC", subtype="PCM_16")[:5000], "cannot be read as a sound"),
     ],
 )
 def test_k64_broken_and_absurd_files_are_refused(data: bytes, why: str) -> None:

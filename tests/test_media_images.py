@@ -65,6 +65,7 @@ def test_channels_may_come_first_where_only_they_can_be_the_channels() -> None:
         pytest.param(np.array([[[0], [51]]], dtype=np.uint8), [0, 51], id="one channel"),
         pytest.param(np.array([[False, True]]), [0, 255], id="bool"),
         pytest.param(PIL.Image.fromarray(np.array([[0, 65535]], dtype=np.uint16)), [0, 255], id="16-bit PIL"),
+        pytest.param(PIL.Image.fromarray(np.array([[0, 255]], dtype=np.uint16)), [0, 0], id="dark 16-bit PIL"),
     ],
 )
 def test_grey_becomes_rgb(value: Any, grey: list[int]) -> None:

@@ -1,123 +1,65 @@
-"""MediaLoader: every form of every kind, workers that hang or die, and one object for equal content."""
+"""MediaLoader: every form of every kind, order, and one object for equal content."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import gc
-import http.server
 import io
 import os
-import threading
-import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import PIL.Image
 import pytest
-import soundfile
-from slow_decoders import counting, misbehaving
+import torch
+from loader_kit import PIXELS, RATE, SAMPLES, decoded, items, load, message, part, png, serving, using, wav
+from slow_decoders import counting
 
 from relax_gym.config import MediaConfig
 from relax_gym.errors import MediaError
 from relax_gym.media import Audio, Image, Media, Video
 from relax_gym.media.loader import MediaLoader
-from relax_gym.types import Message
-
-T = TypeVar("T")
-PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
-SAMPLES = np.random.default_rng(0).uniform(-0.9, 0.9, 400).astype(np.float32)
-RATE = 4000
-
-
-def png(pixels: Any = PIXELS) -> bytes:
-    file = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def wav() -> bytes:
-    file = io.BytesIO()
-    soundfile.write(file, SAMPLES, RATE, format="WAV", subtype="FLOAT")
-    return file.getvalue()
-
-
-def using(use: Callable[[MediaLoader], Awaitable[T]], config: MediaConfig | None = None, **options: Any) -> T:
-    """What `use` makes of a loader, which is closed afterwards."""
-
-    async def main() -> T:
-        loader = MediaLoader(config, **options)
-        try:
-            return await use(loader)
-        finally:
-            loader.close()
-
-    return asyncio.run(main())
-
-
-def message(*parts: dict[str, Any]) -> Message:
-    return {"role": "user", "content": list(parts)}
-
-
-def part(kind: str, value: Any, **more: Any) -> dict[str, Any]:
-    return {"type": kind, kind: value, **more}
-
-
-async def items(loader: MediaLoader, *parts: dict[str, Any]) -> list[Media]:
-    (loaded,) = await loader.load([message(*parts)])
-    return [entry[entry["type"]] for entry in loaded["content"]]
-
-
-def load(*parts: dict[str, Any], config: MediaConfig | None = None, **options: Any) -> list[Media]:
-    return using(lambda loader: items(loader, *parts), config, **options)
-
-
-class _Server(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        if self.path.startswith("/missing"):
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.end_headers()
-        if self.path.startswith("/endless"):
-            for _ in range(10_000):
-                self.wfile.write(bytes(2**16))
-        elif self.path.startswith("/slow"):
-            time.sleep(30)
-        else:
-            self.wfile.write(png())
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
 
 # Forms ---------------------------------------------------------------------------------------------------------------
 
 
-def test_k68_every_form_of_an_image_is_the_same_image(tmp_path: Path, address: str) -> None:
+class Place(os.PathLike[str]):
+    """A path that is no Path."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
+def after_writing(data: bytes) -> io.BytesIO:
+    """A file as whoever wrote it leaves it."""
+    file = io.BytesIO()
+    file.write(data)
+    return file
+
+
+def test_k68_every_form_of_an_image_is_the_same_image(tmp_path: Path) -> None:
     file = tmp_path / "it is.png"
     file.write_bytes(png())
     encoded = base64.b64encode(png()).decode()
     forms = [
-        PIXELS, PIL.Image.fromarray(PIXELS), str(file), file, file.as_uri(), f"{address}/a.png?key=secret", png(),
-        bytearray(png()), memoryview(png()), io.BytesIO(png()), f"data:image/png;base64,{encoded}",
+        PIXELS, PIXELS / 255, torch.from_numpy(PIXELS), PIXELS.tolist(), PIL.Image.fromarray(PIXELS),
+        str(file), file, Place(file), file.as_uri(), png(), bytearray(png()), memoryview(png()),
+        io.BytesIO(png()), after_writing(png()), PIL.Image.open(io.BytesIO(png())),
+        f"data:image/png;base64,{encoded}", f"data:image/png;BASE64,{encoded[:40]}\n{encoded[40:]}",
+        f"data:image/png;base64,{quote(encoded)}", f"data:image/png,{quote(png())}",
         {"bytes": png(), "path": None}, {"bytes": None, "path": str(file)}, {"path": str(file)}, {"url": str(file)},
         Image(pixels=PIXELS.copy()),
     ]  # fmt: skip
-    loaded = load(*(part("image", form) for form in forms))
+    with serving() as address:
+        forms += [f"{address}/a.png?key=secret", f"{address}/with a blank.png", {"url": f"{address}/ä.png"}]
+        loaded = load(*(part("image", form) for form in forms))
     assert [item.digest for item in loaded] == [Image(pixels=PIXELS.copy()).digest] * len(forms)
     assert len({id(item) for item in loaded}) == 1
 
@@ -129,6 +71,9 @@ def test_k68_every_form_of_a_sound_is_the_same_sound(tmp_path: Path) -> None:
         part("audio", (SAMPLES, RATE)),
         part("audio", {"array": SAMPLES, "sampling_rate": RATE}),
         part("audio", SAMPLES, sampling_rate=RATE),
+        part("audio", (torch.from_numpy(SAMPLES), np.int64(RATE))),
+        part("audio", {"array": SAMPLES.tolist()}, sampling_rate=float(RATE)),
+        part("audio", {"path": None, "array": SAMPLES, "sampling_rate": np.int32(RATE)}),
         part("audio", str(file)),
         part("audio", wav()),
         part("audio", {"bytes": wav(), "path": "a.wav"}),
@@ -144,6 +89,7 @@ def test_k68_every_form_of_frames_is_the_same_video() -> None:
         part("video", frames, fps=2),
         part("video", np.stack(frames), fps=2.0),
         part("video", (frames, 2)),
+        part("video", (torch.from_numpy(np.stack(frames)), np.int64(2))),
         part("video", {"frames": [PIL.Image.fromarray(frame) for frame in frames], "fps": 2}),
     ]
     loaded = load(*forms)
@@ -179,6 +125,17 @@ def test_an_env_that_gives_frames_has_chosen_them() -> None:
         (part("image", Audio(samples=SAMPLES.copy(), rate=RATE)), r"^image a Audio: is <audio 0.10 s at 4000 Hz"),
         (part("audio", SAMPLES), r"^audio a ndarray of shape \(400,\): is an array without a rate"),
         (part("video", [PIXELS]), r"^video a list: is frames without a rate"),
+        (part("video", [PIXELS], fps=-1), r"^video: has fps = -1; it must be a positive number$"),
+        (part("video", ([PIXELS], float("nan"))), r"^video a list: has fps = nan; it must be a positive number$"),
+        (part("video", b"?", max_frames=1.5), r"^video: has max_frames = 1.5; it must be a positive whole number$"),
+        (part("image", None), r"^image: the part has nothing under its key 'image'; give a path"),
+        ({"type": "image"}, r"^image: the part has nothing under its key 'image'"),
+        (part("image_url", "a.png"), r"^image_url: is no type of a part; give text, image, video, audio$"),
+        (part("image", "~nobody-here/a.png"), r"^image: ~nobody-here/a.png: Could not determine home directory"),
+        (part("image", "http://[bad/a.png?key=secret"), r"^image: a URL of 28 characters that is malformed$"),
+        (part("image", "data:image/png;base64,é"), r"^image: data URI 'image/png;base64': Only base64 data"),
+        (part("image", PIL.Image.open(io.BytesIO(png()[:60]))), r"^image a PngImageFile: cannot be read: OSError: "),
+        (part("image", io.FileIO("/dev/null", "w")), r"^image: a FileIO that cannot be read: File not open for read"),
         (part("video", 3, fps=1), r"^video a int: is a int; frames are a list of images"),
     ],
 )
@@ -225,11 +182,37 @@ def test_k46_what_was_loaded_does_not_change_with_the_buffer_of_the_env() -> Non
         image.pixels[:] = 0
 
 
+def test_k46_what_a_worker_decoded_is_read_only_too() -> None:
+    image, audio = load(part("image", png()), part("audio", wav()))
+    assert isinstance(image, Image)
+    assert isinstance(audio, Audio)
+    assert not image.pixels.flags.writeable
+    assert not audio.samples.flags.writeable
+
+
+def test_a_file_that_episodes_share_is_read_by_each_and_left_where_it_was() -> None:
+    file = io.BytesIO(png())
+    file.seek(5)
+
+    async def use(loader: MediaLoader) -> list[list[Media]]:
+        return await asyncio.gather(*(items(loader, part("image", file)) for _ in range(8)))
+
+    assert len({item.digest for (item,) in using(use)}) == 1
+    assert file.tell() == 5
+
+
+def test_a_picture_that_pillow_has_not_read_yet_may_be_shared_by_episodes() -> None:
+    large = np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8)
+    picture = PIL.Image.open(io.BytesIO(png(large)))
+
+    async def use(loader: MediaLoader) -> list[list[Media]]:
+        return await asyncio.gather(*(items(loader, part("image", picture)) for _ in range(8)))
+
+    loaded = using(use)
+    assert [item.digest for (item,) in loaded] == [Image(pixels=large).digest] * 8
+
+
 # Sharing -------------------------------------------------------------------------------------------------------------
-
-
-def decoded(file: Path) -> int:
-    return len(Path(f"{file}.log").read_text().splitlines())
 
 
 def test_k57_episodes_that_ask_together_decode_once_and_share_one_object(tmp_path: Path) -> None:
@@ -244,6 +227,18 @@ def test_k57_episodes_that_ask_together_decode_once_and_share_one_object(tmp_pat
     loaded = using(use, decode=counting)
     assert len({id(item) for item in loaded}) == 1
     assert decoded(file) == 1
+
+
+def test_k57_equal_content_in_two_files_is_one_object_and_each_is_decoded_once(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.png", "b.png")]
+    for file in files:
+        file.write_bytes(png())
+
+    async def use(loader: MediaLoader) -> list[Media]:
+        return [(await items(loader, part("image", file)))[0] for file in (*files, *files)]
+
+    assert len({id(item) for item in using(use, decode=counting)}) == 1
+    assert [decoded(file) for file in files] == [1, 1]
 
 
 def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
@@ -271,76 +266,3 @@ def test_k66_the_loader_keeps_nothing_that_nobody_has() -> None:
         return references
 
     assert [reference() for reference in using(use)] == [None, None]
-
-
-# Workers -------------------------------------------------------------------------------------------------------------
-
-
-def children() -> set[int]:
-    """Running processes of this one, but for the one that counts semaphores."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            pid, rest = stat.read_text().split(" (", 1)
-            command = (stat.parent / "cmdline").read_bytes()
-        except OSError:
-            continue
-        state, parent = rest.rsplit(") ", 1)[1].split()[:2]
-        if int(parent) == os.getpid() and state != "Z" and b"resource_tracker" not in command:
-            found.add(int(pid))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        (b"hang", r"took longer than media.timeout = 6 s to read"),
-        (b"crash", r"made its decoder crash \(exit code 11\)"),
-    ],
-)
-def test_k65_a_decoder_that_hangs_or_dies_takes_only_its_own_item_with_it(bad: bytes, why: str) -> None:
-    before = children()
-
-    async def use(loader: MediaLoader) -> list[Any]:
-        jobs = [items(loader, part("image", data)) for data in (png(), bad, png(PIXELS // 2))]
-        together = await asyncio.gather(*jobs, return_exceptions=True)
-        return [*together, await items(loader, part("image", png(PIXELS // 3)))]
-
-    first, failed, second, later = using(use, MediaConfig(timeout=6, workers=1), decode=misbehaving)
-    assert [len(found) for found in (first, second, later)] == [1, 1, 1]
-    assert isinstance(failed, MediaError)
-    with pytest.raises(MediaError, match=why):
-        raise failed
-    assert children() == before
-
-
-def test_k67_decoding_happens_in_other_processes(tmp_path: Path) -> None:
-    files = [tmp_path / f"{number}.png" for number in range(4)]
-    for number, file in enumerate(files):
-        file.write_bytes(png(PIXELS // (number + 1)))
-    load(*(part("image", file) for file in files), decode=counting)
-    pids = {int(line) for file in files for line in Path(f"{file}.log").read_text().splitlines()}
-    assert os.getpid() not in pids
-    assert len(pids) == 2
-
-
-# Addresses -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("/missing.png?key=secret", r"/missing.png: cannot be downloaded: Not Found$"),
-        ("/endless.png", r"/endless.png: is larger than media.max_bytes = 1000000$"),
-        ("/slow.png", r"/slow.png: took longer than media.timeout = 4 s to read$|cannot be downloaded: timed out$"),
-    ],
-)
-def test_downloads_end_at_their_limits(address: str, path: str, why: str) -> None:
-    with pytest.raises(MediaError, match=why) as raised:
-        load(part("image", address + path), config=MediaConfig(timeout=4, max_bytes=1_000_000))
-    assert "secret" not in str(raised.value)
-
-
-def test_an_address_that_nobody_listens_at() -> None:
-    with pytest.raises(MediaError, match=r"^image http://127.0.0.1/a.png: cannot be downloaded: "):
-        load(part("image", "http://127.0.0.1:9/a.png"))

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_gym.errors import MediaError
+from relax_gym.media.containers import missing_bytes
 from relax_gym.media.images import to_array
 from relax_gym.media.items import Audio
+from relax_gym.media.sources import is_positive
 
 MOST_CHANNELS = 16
 Samples = NDArray[np.float32]
@@ -21,10 +23,11 @@ Samples = NDArray[np.float32]
 def read_audio(source: Path | bytes, *, rate: int | None, max_seconds: float) -> Audio:
     """An encoded sound as one channel, at `rate` samples per second or, when that is None, at its own.
 
-    soundfile reads it, or PyAV what soundfile cannot (AAC, WebM).
+    soundfile reads it, or PyAV what soundfile cannot (AAC, WebM). A file that was cut off is refused when its format
+    says so (WAV, FLAC, MP4, WebM); of a stream, such as MP3, there are the samples that came.
 
     Raises:
-        MediaError: it is no sound, is broken, empty, or longer than `max_seconds`.
+        MediaError: it is no sound, is broken, cut off, empty, or longer than `max_seconds`.
     """
     try:
         import soundfile
@@ -32,6 +35,8 @@ def read_audio(source: Path | bytes, *, rate: int | None, max_seconds: float) ->
         raise MediaError("reading it needs soundfile: pip install 'relax-gym[media]'") from error
     if source == b"":
         raise MediaError("is empty")
+    if missing := missing_bytes(source):
+        raise MediaError(f"was cut off: its last {missing:,} bytes are missing")
     try:
         with soundfile.SoundFile(source if isinstance(source, Path) else io.BytesIO(source)) as file:
             _check_length(file.frames / file.samplerate, max_seconds)
@@ -57,8 +62,8 @@ def audio_of(value: Any, own_rate: float | None, *, rate: int | None, max_second
             "is an array without a rate; give (samples, rate), {'array': samples, 'sampling_rate': rate} or the part "
             "a key sampling_rate"
         )
-    if not own_rate > 0 or own_rate != int(own_rate):
-        raise MediaError(f"has a rate of {own_rate}; it must be a whole positive number of samples per second")
+    if not (is_positive(own_rate) and own_rate == int(own_rate)):
+        raise MediaError(f"has a rate of {own_rate!r}; it must be a whole positive number of samples per second")
     return _audio(_one_channel(_floats(to_array(value))), int(own_rate), rate, max_seconds)
 
 
@@ -79,8 +84,10 @@ def _audio(samples: Samples, own: int, rate: int | None, max_seconds: float) -> 
         raise MediaError("has samples that are NaN or infinite")
     _check_length(len(samples) / own, max_seconds)
     if rate is not None and rate != own:
-        import librosa
-
+        try:
+            import librosa
+        except ImportError as error:
+            raise MediaError(f"from {own} to {rate} Hz needs librosa: pip install 'relax-gym[media]'") from error
         samples, own = librosa.resample(samples, orig_sr=own, target_sr=rate), rate
     return Audio(samples=np.array(samples, dtype=np.float32), rate=own)
 
@@ -126,12 +133,12 @@ def _decode(
             if not container.streams.audio:
                 return None
             rate = rate or container.streams.audio[0].rate
-            resampler = av.AudioResampler(format="fltp", layout="mono", rate=rate)
+            resampler = av.AudioResampler(format="fltp", rate=rate)
             pieces: list[Samples] = []
             length = 0
             for frame in itertools.chain(container.decode(audio=0), [None]):
                 for part in resampler.resample(frame):
-                    pieces.append(part.to_ndarray()[0])
+                    pieces.append(part.to_ndarray().mean(axis=0))
                     length += len(pieces[-1])
                 _check_length(length / rate, max_seconds)
     except (av.FFmpegError, OSError, ValueError) as error:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 MP4_BOXES = (b"ftyp", b"moov", b"moof", b"mdat")
+ENDLESS = 0x7FFFF000
+"""Lengths from here on are what programs write that do not know the length yet."""
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 
 
@@ -24,7 +26,7 @@ def _promised(file: BinaryIO, size: int) -> int:
     file.seek(0)
     if head[:4] == b"RIFF":
         length = int.from_bytes(head[4:8], "little")
-        return 8 + length if length != 0xFFFFFFFF else 0
+        return 8 + length if length < ENDLESS and length != size else 0  # some count the first 8 bytes too
     if head[:4] == EBML:
         return _end_of_matroska(file)
     return _end_of_mp4(file, size) if head[4:8] in MP4_BOXES else 0

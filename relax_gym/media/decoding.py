@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 from relax_gym.config import MediaConfig
 from relax_gym.errors import MediaError
 from relax_gym.media.items import Kind, Media
-from relax_gym.media.sources import Url
+from relax_gym.media.sources import Url, is_positive
 
 if TYPE_CHECKING:
     from relax_gym.media.video import VideoPlan
 
 CHUNK = 2**16
 USER_AGENT = "relax-gym"
+UNQUOTED = "%!#$&'()*+,/:;=?@[]~"
+"""What may stand in an address as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,13 @@ class Wanted:
     fps: float | None = None
     min_frames: int | None = None
     max_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("fps", "min_frames", "max_frames"):
+            value = getattr(self, name)
+            whole = name != "fps"
+            if value is not None and not (is_positive(value) and (not whole or value == int(value))):
+                raise MediaError(f"has {name} = {value!r}; it must be a positive {'whole ' if whole else ''}number")
 
     def image(self) -> dict[str, Any]:
         """Arguments of `read_image` and `image_of`."""
@@ -86,16 +97,19 @@ def download(address: str, config: MediaConfig) -> bytes:
     """What is at an address. The time it may take is limited by who runs this.
 
     Raises:
-        MediaError: it cannot be reached, or is larger than `config.max_bytes`.
+        MediaError: it cannot be reached, breaks off, or is larger than `config.max_bytes`.
     """
-    request = urllib.request.Request(address, headers={"User-Agent": USER_AGENT})
     data = bytearray()
     try:
+        address = urllib.parse.quote(address, safe=UNQUOTED)
+        request = urllib.request.Request(address, headers={"User-Agent": USER_AGENT})
         with urllib.request.urlopen(request, timeout=config.timeout) as answer:
             while piece := answer.read(CHUNK):
                 data += piece
                 if len(data) > config.max_bytes:
                     raise MediaError(f"is larger than media.max_bytes = {config.max_bytes}")
-    except (OSError, ValueError) as error:
+            if getattr(answer, "length", None):
+                raise MediaError(f"breaks off: {answer.length:,} bytes of it did not come")
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise MediaError(f"cannot be downloaded: {getattr(error, 'reason', error)}") from error
     return bytes(data)

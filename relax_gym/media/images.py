@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from relax_gym.media.items import Image
 
 CHANNELS = (1, 3, 4)
 WHITE = (255, 255, 255, 255)
+_opening = threading.Lock()
 
 
 def read_image(source: Path | bytes, *, max_pixels: int, resize_pixels: int | None) -> Image:
@@ -51,7 +53,9 @@ def image_of(value: Any, *, max_pixels: int, resize_pixels: int | None) -> Image
     width, height = picture.size
     if width * height > max_pixels:
         raise MediaError(f"has {width} x {height} pixels, media.max_pixels = {max_pixels}")
-    picture = _flat(ImageOps.exif_transpose(picture))
+    with _opening:  # Pillow reads files late, and no two threads may do it for the same picture
+        picture = ImageOps.exif_transpose(picture)
+    picture = _flat(picture)
     if resize_pixels is not None:
         picture = shrink(picture, resize_pixels)
     return Image(pixels=np.array(picture))
@@ -79,9 +83,9 @@ def _flat(picture: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def _from_numbers(grey: NDArray[Any]) -> PIL.Image.Image:
-    """Grey values of 16 bits or floats. Those that fit into 8 bits are meant so."""
-    top = float(grey.max(initial=0))
-    return PIL.Image.fromarray((grey / (257.0 if top > 255 else 1.0)).clip(0, 255).astype(np.uint8))
+    """Grey values of 16 bits, or of a wider type, which are meant as 8 bits if they fit into them."""
+    wide = grey.dtype == np.uint16 or float(grey.max(initial=0)) > 255
+    return PIL.Image.fromarray((grey / (257.0 if wide else 1.0)).clip(0, 255).astype(np.uint8))
 
 
 def _pixels(value: Any) -> NDArray[np.uint8]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 class Media:
     """What an image, an audio clip and a video have in common. Equal content is one item: it has the same digest."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
     kind: ClassVar[Kind]
     digest: str
 
@@ -31,6 +31,10 @@ class Media:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "__weakref__"}
+        return _restore, (type(self), values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False, weakref_slot=True)
@@ -139,6 +143,16 @@ class Video(Media):
     def nbytes(self) -> int:
         """Bytes of the frames and the sound track."""
         return self.frames.nbytes + (self.audio.nbytes if self.audio else 0)
+
+
+def _restore(kind: type[Media], values: dict[str, Any]) -> Media:
+    """A pickled item as it was: its arrays are read-only, which pickle forgets."""
+    item = kind.__new__(kind)
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
+        object.__setattr__(item, name, value)
+    return item
 
 
 def _check(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -13,7 +16,7 @@ from relax_gym.config import MediaConfig
 from relax_gym.errors import MediaError
 from relax_gym.media.decoding import Wanted, decode
 from relax_gym.media.items import Kind, Media
-from relax_gym.media.sources import Encoded, Plain, describe, find_source
+from relax_gym.media.sources import Encoded, Plain, describe, find_source, is_positive
 from relax_gym.processing import MediaProcessor
 from relax_gym.types import Message
 
@@ -21,6 +24,16 @@ if TYPE_CHECKING:
     from pebble import ProcessPool
 
 Part = Mapping[str, Any]
+GLANCE = 1.0
+"""Seconds between looks at whether the workers are still there."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load that is under way, and how many calls wait for it."""
+
+    task: asyncio.Future[Media]
+    waiting: int = 0
 
 
 class MediaLoader:
@@ -28,7 +41,8 @@ class MediaLoader:
 
     Whatever is encoded is decoded in worker processes, which are ended when they take too long and replaced when they
     die; arrays and Pillow images are converted in threads. Equal content is one object for as long as anybody has it,
-    and a file, URL or bytes that several episodes ask for at the same time is decoded once.
+    and a file, URL or bytes that several episodes ask for at the same time is decoded once. When all that wait for it
+    are cancelled, it ends.
 
     Args:
         config: limits, and how videos are sampled.
@@ -49,7 +63,7 @@ class MediaLoader:
         self._decode = decode
         self._pool: ProcessPool | None = None
         self._known: WeakValueDictionary[Hashable, Media] = WeakValueDictionary()
-        self._loading: dict[Hashable, asyncio.Future[Media]] = {}
+        self._loading: dict[Hashable, _Loading] = {}
 
     async def load(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with every media part as `{"type": kind, kind: Media}`. The given ones are not changed.
@@ -64,7 +78,7 @@ class MediaLoader:
         return [_with_items(message, loaded) if _media_parts(message) else message for message in messages]
 
     def close(self) -> None:
-        """End the worker processes. Idempotent."""
+        """End the worker processes, whatever they are doing; who waits for them gets a MediaError. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()  # type: ignore[no-untyped-call]
@@ -72,20 +86,29 @@ class MediaLoader:
 
     async def _item(self, part: Part) -> Media:
         kind: Kind = part["type"]
-        wanted = self._wanted(part)
         name = ""
         try:
+            wanted = self._wanted(part)
             source = await asyncio.to_thread(find_source, kind, part)
             name = source.name
             if isinstance(source, Encoded):
                 key = (kind, source.key, wanted.fps, wanted.min_frames, wanted.max_frames)
-                item = await self._once(key, lambda: self._in_worker(kind, source, wanted))
-            else:
-                item = await asyncio.to_thread(from_memory, kind, source, wanted)
-            if self._processor is not None:
-                item = await asyncio.to_thread(self._processor.fitted, item, self._config.video_max_tokens)
+                read = partial(self._in_worker, kind, source, wanted)
+                return await self._once(key, partial(self._finish, read))
+            return await self._finish(partial(asyncio.to_thread, from_memory, kind, source, wanted))
         except MediaError as error:
             raise MediaError(f"{kind} {name}: {error}" if name else f"{kind}: {error}") from error
+
+    async def _finish(self, read: Callable[[], Awaitable[Media]]) -> Media:
+        """What `read` gives, made fit for the model; the object that somebody has already, when it equals one."""
+        try:
+            item = await read()
+        except MediaError:
+            raise
+        except Exception as error:  # a decoder raises whatever its format makes it stumble over
+            raise MediaError(f"cannot be read: {type(error).__name__}: {error}") from error
+        if self._processor is not None:
+            item = await asyncio.to_thread(self._processor.fitted, item, self._config.video_max_tokens)
         return self._known.setdefault(item.digest, item)
 
     def _wanted(self, part: Part) -> Wanted:
@@ -100,27 +123,50 @@ class MediaLoader:
             return known
         loading = self._loading.get(key)
         if loading is None:
-            loading = self._loading[key] = asyncio.ensure_future(load())
-            loading.add_done_callback(lambda done: self._loading.pop(key))
-        item = await asyncio.shield(loading)
-        self._known[key] = item
-        return item
+            loading = self._loading[key] = _Loading(asyncio.ensure_future(load()))
+        loading.waiting += 1
+        try:
+            item = self._known[key] = await asyncio.shield(loading.task)
+            return item
+        finally:
+            loading.waiting -= 1
+            if not loading.waiting:
+                del self._loading[key]
+                loading.task.cancel()
 
     async def _in_worker(self, kind: Kind, source: Encoded, wanted: Wanted) -> Media:
+        pool, limit = self._workers(), self._config.timeout
+        from pebble import ProcessExpired
+
+        job = asyncio.wrap_future(pool.schedule(self._decode, args=(kind, source.data, wanted), timeout=limit))
         try:
-            from pebble import ProcessExpired, ProcessPool
-        except ImportError as error:
-            raise MediaError("reading it needs pebble: pip install 'relax-gym[media]'") from error
-        if self._pool is None:
-            self._pool = ProcessPool(self._config.workers, context=multiprocessing.get_context("spawn"))
-        limit = self._config.timeout
-        job = self._pool.schedule(self._decode, args=(kind, source.data, wanted), timeout=limit)
-        try:
-            return await asyncio.wrap_future(job)
+            while not (await asyncio.wait([job], timeout=GLANCE))[0]:
+                if not pool.active:  # pebble forgets some of the jobs of a pool that breaks
+                    raise BrokenExecutor
+            return job.result()
         except TimeoutError as error:
             raise MediaError(f"took longer than media.timeout = {limit:g} s to read") from error
         except ProcessExpired as error:
             raise MediaError(f"made its decoder crash (exit code {error.exitcode})") from error
+        except BrokenExecutor as error:
+            raise MediaError(
+                "the processes that decode have ended; where they cannot start, put what your script does under "
+                "`if __name__ == '__main__':`, because they import it"
+            ) from error
+        finally:
+            job.cancel()
+
+    def _workers(self) -> ProcessPool:
+        """A pool that works; one in which a worker died while it had nothing to do does not."""
+        try:
+            from pebble import ProcessPool
+        except ImportError as error:
+            raise MediaError("reading it needs pebble: pip install 'relax-gym[media]'") from error
+        if self._pool is not None and not self._pool.active:
+            self.close()
+        if self._pool is None:
+            self._pool = ProcessPool(self._config.workers, context=multiprocessing.get_context("spawn"))
+        return self._pool
 
 
 def from_memory(kind: Kind, source: Plain, wanted: Wanted) -> Media:
@@ -148,8 +194,10 @@ def _from_frames(source: Plain, wanted: Wanted) -> Media:
     from relax_gym.media.images import image_of
     from relax_gym.media.video import video_of_frames
 
-    if not source.rate:
+    if source.rate is None:
         raise MediaError("is frames without a rate; give the part a key fps, or (frames, fps)")
+    if not is_positive(source.rate):
+        raise MediaError(f"has fps = {source.rate!r}; it must be a positive number")
     try:
         frames = [image_of(frame, **wanted.image()).pixels for frame in source.value]
     except TypeError as error:
