@@ -182,8 +182,9 @@ class MediaProcessor:
         placeholders = int(np.isin(out["input_ids"][0].numpy(), self.placeholder_ids).sum())
         if not placeholders:
             raise MediaError(f"{type(self.processor).__name__} makes no token of {media!r}; give a longer one")
-        if isinstance(media, Audio) and "feature_attention_mask" in out:
-            self._check_heard(media, int(out["feature_attention_mask"].sum()))
+        sound = media.audio if isinstance(media, Video) else media
+        if isinstance(sound, Audio) and "feature_attention_mask" in out:
+            self._check_heard(sound, int(out["feature_attention_mask"].sum()))
         return Features(
             text=replacement["replacement"],
             placeholders=placeholders,

@@ -131,8 +131,8 @@ def test_media_may_come_from_tools(name: str) -> None:
 
 # Audio ------------------------------------------------------------------------------------------------------------
 
-# Tokens of a clip of so many seconds, for a model that hears 30 s at a time. Frames are 10 ms; what is longer than 30 s
-# is cut by the feature extractor of Qwen2-Audio and Qwen2.5-Omni, not by that of Qwen3-Omni.
+# Tokens of a clip of so many seconds, for a model that hears 30 s at a time. Frames are 10 ms; the one after 30 s is
+# cut by the feature extractors of Qwen2-Audio and Qwen2.5-Omni, not by that of Qwen3-Omni.
 SECONDS = (0.1, 1.0, 29.99, 30.0, 30.01)
 TOKENS = {
     "qwen2_audio": (2, 25, 750, 750, 750),
@@ -159,6 +159,20 @@ def test_k59_audio_has_as_many_tokens_as_its_encoder_makes(name: str) -> None:
 def test_k59_audio_too_short_to_be_heard_is_refused(name: str) -> None:
     with pytest.raises(MediaError, match=r"makes no token|cannot process"):
         families.processor(name).features(audio(seconds=0.005))
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni"])
+def test_audio_whose_end_would_be_cut_off_is_refused(name: str) -> None:
+    """These hear 1 s."""
+    with pytest.raises(MediaError, match=r"1.50 s.* is longer than the 1 s that .* takes at a time"):
+        families.processor(name).features(audio(seconds=1.5))
+
+
+@NUMPY_COPY
+def test_k61_sound_tracks_whose_end_would_be_cut_off_are_refused() -> None:
+    processor, clip = families.processor("qwen2_5_omni", sound_in_video=True), video(sound=audio(seconds=1.5))
+    with pytest.raises(MediaError, match=r"1.50 s.* is longer than the 1 s that .* takes at a time"):
+        processor.features(clip)
 
 
 # Video ------------------------------------------------------------------------------------------------------------
