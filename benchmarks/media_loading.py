@@ -1,8 +1,9 @@
 """How late the event loop gets while 64 images decode, and what a group of episodes that see the same images holds.
 
 64 JPEGs of one megapixel are loaded as an observation's media are, beside a clock that ticks on the same event loop;
-for comparison the same files are decoded on the loop itself. Then a group of 8 samples that share 4 of the images is
-pickled as it would travel to a learner in another process.
+for comparison the same files are decoded on the loop itself. On a machine with other work, much of a lag is waiting for
+a core, so what is left without that is counted too. Then a group of 8 samples that share 4 of the images is pickled as
+it would travel to a learner in another process.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import pickle
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
 from machine import describe
+from numpy.typing import NDArray
 
 from relax_gym.config import MediaConfig
 from relax_gym.media import Media
@@ -31,8 +34,16 @@ from relax_gym.types import Placed, StopReason, TrainingSample
 
 IMAGES, SIDE, GROUP, SHARED = 64, 1024, 8, 4
 TICK = 0.005
-REPEATS = 5
+REPEATS = 9
 RESULTS = Path(__file__).parent / "results" / "media_loading_cpu.json"
+
+
+class Run(NamedTuple):
+    """Seconds of a job, and by how many ms each tick came late: in all, and without waiting for a core."""
+
+    seconds: float
+    lag: NDArray[np.float64]
+    own: NDArray[np.float64]
 
 
 def make_files(folder: Path) -> list[Path]:
@@ -46,15 +57,24 @@ def make_files(folder: Path) -> list[Path]:
     return files
 
 
-async def measure(job: Callable[[], Awaitable[Any]]) -> tuple[float, list[float]]:
-    """Seconds of the job, and how late each tick of the loop came meanwhile, in ms."""
-    lags: list[float] = []
+def waited() -> float:
+    """Milliseconds that this thread could have run and had no core; Linux counts them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e6
+    except OSError:
+        return 0.0
+
+
+async def measure(job: Callable[[], Awaitable[Any]]) -> Run:
+    """How long the job takes, and how late each tick of the loop comes meanwhile."""
+    lags: list[tuple[float, float]] = []
 
     async def clock() -> None:
         while True:
-            start = time.perf_counter()
+            before, start = waited(), time.perf_counter()
             await asyncio.sleep(TICK)
-            lags.append((time.perf_counter() - start - TICK) * 1000)
+            lag = (time.perf_counter() - start - TICK) * 1000
+            lags.append((lag, lag - (waited() - before)))
 
     ticking = asyncio.create_task(clock())
     await asyncio.sleep(0.05)
@@ -63,7 +83,7 @@ async def measure(job: Callable[[], Awaitable[Any]]) -> tuple[float, list[float]
     await job()
     seconds = time.perf_counter() - start
     ticking.cancel()
-    return seconds, lags
+    return Run(seconds, *np.array(lags).T)
 
 
 async def load_all(files: list[Path], loader: MediaLoader) -> list[Media]:
@@ -82,7 +102,7 @@ async def on_the_loop(files: list[Path]) -> None:
 
 
 async def measure_lag(files: list[Path]) -> list[dict[str, Any]]:
-    """One row for each way to decode: medians over repeats, `lag_max` over all of them."""
+    """One row for each way to decode, in turns, so that what else the machine does falls on all alike."""
     loader = MediaLoader(MediaConfig())
     await load_all(files[:2], loader)  # starts the workers
     ways = {
@@ -90,19 +110,30 @@ async def measure_lag(files: list[Path]) -> list[dict[str, Any]]:
         "MediaLoader": lambda: load_all(files, loader),
         "decoding on the loop": lambda: on_the_loop(files),
     }
-    rows = []
-    for name, way in ways.items():
-        seconds, lags = zip(*[await measure(way) for _ in range(REPEATS)], strict=True)
-        rows.append(
-            {
-                "way": name,
-                "seconds": statistics.median(seconds),
-                "lag_p50_ms": statistics.median(statistics.median(run) for run in lags),
-                "lag_max_ms": max(max(run) for run in lags),
-            }
-        )
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
+    for _ in range(REPEATS):
+        for name, way in ways.items():
+            runs[name].append(await measure(way))
     loader.close()
-    return rows
+    return [{"way": name, **summary(measured)} for name, measured in runs.items()]
+
+
+def summary(runs: list[Run]) -> dict[str, Any]:
+    """Medians over repeats; and of the largest lags, the least and the most too."""
+    out: dict[str, Any] = {"seconds": statistics.median(run.seconds for run in runs)}
+    for name in ("lag", "own"):
+        lags = [getattr(run, name) for run in runs]
+        largest = [float(lag.max()) for lag in lags]
+        out |= {f"{name}_p{q}_ms": statistics.median(float(np.percentile(lag, q)) for lag in lags) for q in (50, 99)}
+        out |= {f"{name}_max_ms": statistics.median(largest), f"{name}_max_ms_range": [min(largest), max(largest)]}
+    return out
+
+
+def in_words(row: dict[str, Any], name: str) -> str:
+    """p50, p99 and max of one row."""
+    least, most = row[f"{name}_max_ms_range"]
+    medians = [row[f"{name}_{what}_ms"] for what in ("p50", "p99", "max")]
+    return f"{', '.join(f'{value:.1f}' for value in medians)} ({least:.1f} to {most:.1f})"
 
 
 def sample(media: list[Media]) -> TrainingSample:
@@ -152,14 +183,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder))
         rows, group = asyncio.run(measure_lag(files)), asyncio.run(measure_group(files))
-    print(f"| {IMAGES} JPEGs of {SIDE} x {SIDE} | seconds | loop lag p50, max in ms |\n|---|---:|---:|")
+    print(f"Loop lag in ms while {IMAGES} JPEGs of {SIDE} x {SIDE} decode: p50, p99, max (of repeats, least to most)")
+    print("| way | seconds | lag | without waiting for a core |\n|---|---:|---:|---:|")
     for row in rows:
-        print(f"| {row['way']} | {row['seconds']:.2f} | {row['lag_p50_ms']:.1f}, {row['lag_max_ms']:.1f} |")
+        print(f"| {row['way']} | {row['seconds']:.2f} | {in_words(row, 'lag')} | {in_words(row, 'own')} |")
     print(f"\nA group of {GROUP} samples with {SHARED} images each:")
     for name, value in group.items():
         print(f"  {name} {value:.2f}")
     if arguments.write:
-        RESULTS.write_text(json.dumps({**describe(), "rows": rows, "group": group}, indent=2) + "\n", encoding="utf-8")
+        out = {**describe(), "load_average": os.getloadavg()[0], "rows": rows, "group": group}
+        RESULTS.write_text(json.dumps(out, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
