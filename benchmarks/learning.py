@@ -23,6 +23,7 @@ from machine import describe
 from relax_gym.run_folder import read_lines
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.toml"))
 
 
 def run(example: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def draw(runs: list[dict[str, Any]], picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("example", choices=["quickstart", "tiny_guess"])
+    parser.add_argument("example", choices=EXAMPLES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
