@@ -114,8 +114,6 @@ class _Server(http.server.BaseHTTPRequestHandler):
         if what == "endless":
             for _ in range(10_000):
                 self.wfile.write(bytes(2**16))
-        elif what == "slow":
-            time.sleep(30)
         elif what == "drip":
             for _ in range(300):
                 self.wfile.write(b"x")

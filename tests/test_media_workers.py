@@ -23,27 +23,21 @@ from relax_gym.media.loader import MediaLoader
 PATIENT = MediaConfig(timeout=600, workers=1)
 
 
-@pytest.mark.parametrize(
-    ("bad", "why"),
-    [
-        (b"hang", r"took longer than media.timeout = 4 s to read"),
-        (b"crash", r"made its decoder crash \(exit code 11\)"),
-        (b"fail", r"^image bytes \(4\): cannot be read: RuntimeError: codec fell over$"),
-    ],
-)
-def test_k65_a_decoder_that_hangs_dies_or_fails_takes_only_its_own_item_with_it(bad: bytes, why: str) -> None:
+def test_k65_a_decoder_that_hangs_dies_or_fails_takes_only_its_own_item_with_it() -> None:
     before = children()
+    data = [png(), b"hang", png(PIXELS // 2), b"crash", b"fail", png(PIXELS // 3)]
 
     async def use(loader: MediaLoader) -> list[Any]:
-        jobs = [items(loader, part("image", data)) for data in (png(), bad, png(PIXELS // 2))]
-        together = await asyncio.gather(*jobs, return_exceptions=True)
-        return [*together, await items(loader, part("image", png(PIXELS // 3)))]
+        jobs = [items(loader, part("image", one)) for one in data]
+        return await asyncio.gather(*jobs, return_exceptions=True)
 
-    first, failed, second, later = using(use, MediaConfig(timeout=4, workers=1), decode=misbehaving)
-    assert [len(found) for found in (first, second, later)] == [1, 1, 1]
-    assert isinstance(failed, MediaError)
-    with pytest.raises(MediaError, match=why):
-        raise failed
+    loaded = using(use, MediaConfig(timeout=4, workers=1), decode=misbehaving)
+    assert [len(loaded[at]) for at in (0, 2, 5)] == [1, 1, 1]
+    assert [str(loaded[at]) for at in (1, 3, 4) if isinstance(loaded[at], MediaError)] == [
+        "image bytes (4): took longer than media.timeout = 4 s to read",
+        "image bytes (5): made its decoder crash (exit code 11)",
+        "image bytes (4): cannot be read: RuntimeError: codec fell over",
+    ]
     assert children() == before
 
 
@@ -148,21 +142,25 @@ def test_workers_that_cannot_start_are_an_error_that_says_what_to_do() -> None:
     assert "MediaError: image bytes (1): the processes that decode have ended; where they cannot" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        ("/missing.png?key=secret", r"/missing.png: cannot be downloaded: Not Found$"),
-        ("/endless.png", r"/endless.png: is larger than media.max_bytes = 1000000$"),
-        ("/slow.png", r"/slow.png: took longer than media.timeout = 3 s to read$|cannot be downloaded: timed out$"),
-        ("/drip.png", r"/drip.png: took longer than media.timeout = 3 s to read$"),
-        ("/short.png?key=secret", r"/short.png: breaks off: 9 bytes of it did not come$"),
-        ("/chunk.png?key=secret", r"/chunk.png: cannot be downloaded: IncompleteRead"),
-    ],
-)
-def test_downloads_end_at_their_limits(path: str, why: str) -> None:
-    with serving() as address, pytest.raises(MediaError, match=why) as raised:
-        load(part("image", address + path), config=MediaConfig(timeout=3, max_bytes=1_000_000))
-    assert "secret" not in str(raised.value)
+def test_downloads_end_at_their_limits() -> None:
+    expected = {
+        "/drip.png": "took longer than media.timeout = 3 s to read",
+        "/missing.png?key=secret": "cannot be downloaded: Not Found",
+        "/endless.png": "is larger than media.max_bytes = 1000000",
+        "/short.png?key=secret": "breaks off: 9 bytes of it did not come",
+        "/chunk.png?key=secret": "cannot be downloaded: IncompleteRead(0 bytes read)",
+    }
+
+    async def use(loader: MediaLoader) -> list[Any]:
+        jobs = [items(loader, part("image", address + path)) for path in expected]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    with serving() as address:
+        failed = using(use, MediaConfig(timeout=3, max_bytes=1_000_000))
+    assert [type(error) for error in failed] == [MediaError] * len(expected)
+    assert [str(error) for error in failed] == [
+        f"image {address}{path.partition('?')[0]}: {why}" for path, why in expected.items()
+    ]
 
 
 def test_an_address_that_nobody_listens_at() -> None:
