@@ -83,8 +83,7 @@ class GymRender(Env):
         super().reset(seed=seed)
         self.action_rng = random.Random(self.rng.getrandbits(64))
         try:
-            self.inner.reset(seed=seed, options=options)
-            self.inner.action_space.seed(seed)
+            self._begin(self.rng.getrandbits(31) if seed is None else seed, options)
             picture = self._picture()
         except gymnasium.error.DependencyNotInstalled as error:
             raise ConfigError(
@@ -101,10 +100,29 @@ class GymRender(Env):
         total, terminated, truncated = 0.0, False, False
         pictures: list[NDArray[np.uint8]] = []
         while len(pictures) < self.frames and not (terminated or truncated):
-            _, reward, terminated, truncated, _ = self.inner.step(self.start + self.actions.index(word))
+            self.moves.append(self.start + self.actions.index(word))
+            _, reward, terminated, truncated, _ = self.inner.step(self.moves[-1])
             total += float(reward)
             pictures.append(self._picture())
         return StepResult(user(self._shown(pictures)), total, bool(terminated), bool(truncated), {})
+
+    def get_state(self) -> dict[str, Any]:
+        """The moves of the episode in place of the env inside, which may hold a screen."""
+        return {name: value for name, value in super().get_state().items() if name != "inner"}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Make the moves again. What an env draws from anything but its seed is lost."""
+        super().set_state(state)
+        if "moves" in state:
+            self._begin(*self.begun)
+            self.moves = list(state["moves"])
+            for move in self.moves:
+                self.inner.step(move)
+
+    def _begin(self, seed: int, options: dict[str, Any] | None) -> None:
+        self.begun, self.moves = (seed, options), list[int]()
+        self.inner.reset(seed=seed, options=options)
+        self.inner.action_space.seed(seed)
 
     def _picture(self) -> NDArray[np.uint8]:
         drawn: Any = self.inner.render()
