@@ -13,13 +13,13 @@ from PIL import ImageDraw, ImageFont
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom, in pixels."""
 
-TAG = 24
+TAG = 18
 """Pixels a side of the tag."""
 
-LETTER = 20
+LETTER = 12
 SHAPES = 160
 CLUTTER = ((196, 160, 120), (120, 160, 190), (160, 190, 130), (190, 140, 160), (150, 150, 165), (205, 190, 140))
-PAPER, INK, GROUND = (255, 255, 255), (20, 20, 20), (228, 224, 214)
+PAPER, INK, EDGE, GROUND = (255, 255, 255), (20, 20, 20), (220, 30, 30), (228, 224, 214)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,5 +71,5 @@ def draw_tag(letter: str) -> PIL.Image.Image:
     tag = PIL.Image.new("RGB", (TAG, TAG), PAPER)
     pen = ImageDraw.Draw(tag)
     pen.text((TAG / 2, TAG / 2), letter, fill=INK, font=ImageFont.load_default(LETTER), anchor="mm")
-    pen.rectangle((0, 0, TAG - 1, TAG - 1), outline=(200, 60, 60))
+    pen.rectangle((0, 0, TAG - 1, TAG - 1), outline=EDGE, width=2)  # red enough to be found when it is small
     return tag

@@ -18,8 +18,9 @@ LETTERS = ("A", "E", "F", "K", "P", "R", "T", "Y")
 READABLE = 12
 """Pixels high that a letter must be in a view to be read."""
 
-ASK = """Somewhere in this picture is a small white tag with a letter on it. Which letter? The picture is shown \
-{view} x {view} pixels small; crop shows a part of it larger. Look closer, then reply with one of {letters}."""
+ASK = """Somewhere in this picture is a small white tag with a red edge and a letter on it. Which letter? The \
+picture is shown {view} x {view} pixels small; crop shows a part of it larger. Look closer, then reply with one of \
+{letters}."""
 
 
 class ZoomAndLook(ToolEnv):
@@ -27,10 +28,11 @@ class ZoomAndLook(ToolEnv):
 
     Args:
         size: pixels a side of the whole picture, 512 to 8192.
-        view: pixels a side of what the model is shown, at most a quarter of `size` and 1024: the letter is then too
+        view: pixels a side of what the model is shown, at most an eighth of `size` and 1024: the letter is then too
             small to read. At least 64, and enough for crops by whole pixels of it to make the letter readable.
         looks: how often the tools may be used.
-        turn: the letter may stand on its side or on its head.
+        turn: the letter may stand on its side or on its head. Upright letters can be guessed better than by chance from
+            what is shown first.
         look_bonus: reward, besides the 1 for the right letter, for having looked: for a view that really held the tag,
             large enough to read. What the model says about its tools earns nothing.
         style: "plain" asks in sentences, and the last letter a reply names counts; "terse" asks in a word and takes a
@@ -41,7 +43,7 @@ class ZoomAndLook(ToolEnv):
 
     def __init__(
         self,
-        size: int = 1024,
+        size: int = 2048,
         view: int = 256,
         looks: int = 4,
         turn: bool = True,
@@ -50,7 +52,7 @@ class ZoomAndLook(ToolEnv):
     ) -> None:
         check_range("size", size, 512, 8192)
         # A crop is up to two pixels of the view wider than wanted, which must leave half of what may be seen at once.
-        check_range("view", view, max(64, math.ceil((4 * READABLE / LETTER * size) ** 0.5)), min(1024, size // 4))
+        check_range("view", view, max(64, math.ceil((4 * READABLE / LETTER * size) ** 0.5)), min(1024, size // 8))
         check_range("looks", looks, 1, 100)
         check_choice("style", style, ("plain", "terse"))
         self.size, self.view, self.looks, self.turn = size, view, looks, turn
