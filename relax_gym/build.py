@@ -76,7 +76,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
         for shortage in tasks.shortages():
             log.warning(shortage)
         path = model_path or resolve_model(config.model)
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would tear the display apart
+        transformers_logging.disable_progress_bar()  # it would tear the display apart
         renderer = build_renderer(config, path)
         check_tools(probes, renderer)
         context = RunContext(

@@ -328,7 +328,7 @@ def _parts(observations: list[list[Message]]) -> Iterator[Mapping[str, Any]]:
 
 
 def _may_be_media(value: Any) -> bool:
-    forms = str | bytes | Path | np.ndarray | Mapping | list | tuple | Media
+    forms = (str, bytes, Path, np.ndarray, Mapping, list, tuple, Media)
     return isinstance(value, forms) or hasattr(value, "tobytes")
 
 

@@ -117,9 +117,7 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                settings, trust_remote_code=trust
-            )
+            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
     except Exception as error:  # an unknown architecture, or remote code, which can raise anything
         raise ModelError(f"model folder {path} cannot be built: {error}") from error
     section = config.sampler

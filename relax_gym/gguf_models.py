@@ -132,7 +132,7 @@ def bpe_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     named = {name: tokens[metadata[f"tokenizer.ggml.{key}_token_id"]] for name, key in _NAMED_TOKENS.items()}
-    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         additional_special_tokens=[token for token in special if token not in named.values()],
         model_max_length=int(metadata["llama.context_length"]),
@@ -149,7 +149,7 @@ _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding",
 def _save_generation_config(config: LlamaConfig, folder: Path) -> None:
     from transformers import GenerationConfig
 
-    GenerationConfig(  # type: ignore[no-untyped-call]
+    GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     ).save_pretrained(folder)
 

@@ -82,7 +82,7 @@ def load_processor(path: Path, *, trust_remote_code: bool = False) -> ProcessorM
     from transformers import AutoProcessor, ProcessorMixin
 
     try:
-        processor: object = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
+        processor: object = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # as with tokenizers
         raise ModelError(f"model folder {path}: the processor cannot be loaded: {_first_line(error)}") from error
     return processor if isinstance(processor, ProcessorMixin) else None

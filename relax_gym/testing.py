@@ -53,7 +53,7 @@ def tiny_tokenizer(extra_special: Sequence[str] = (), chat_template: str | None 
     tokenizer = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,

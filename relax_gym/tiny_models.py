@@ -88,7 +88,7 @@ def char_tokenizer(marks: Mapping[str, str] | None = None, **named: str) -> PreT
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORDS) + r"|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=SPECIAL[IM_END],
         pad_token=SPECIAL[PAD],
@@ -149,6 +149,6 @@ def write_model(
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter *= options.init_scale
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it is over before it is seen
+    logging.disable_progress_bar()  # it is over before it is seen
     model.save_pretrained(folder)
     reader.save_pretrained(folder)

@@ -102,7 +102,7 @@ def build_tiny_qwen3_vl(options: VisionOptions, folder: Path) -> None:
         text_config=_text(options, tokenizer, options.head_dim) | {"head_dim": options.head_dim},
         vision_config=_vision(options) | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         tie_word_embeddings=True,
-        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()},
+        **{f"{name}_token_id": _id(tokenizer, f"<|{token}|>") for name, token in tokens.items()},
     )
     write_model(lambda: hf.Qwen3VLForConditionalGeneration(config), processor, options, folder)
 
@@ -116,8 +116,8 @@ def build_tiny_qwen2_audio(options: AudioOptions, folder: Path) -> None:
     config = hf.Qwen2AudioConfig(
         text_config=text_config(options, len(tokenizer)) | {"model_type": "qwen2"},
         audio_config=_hearing(options) | {"model_type": "qwen2_audio_encoder"},
-        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
-        tie_word_embeddings=True,
+        audio_token_index=_id(tokenizer, "<|AUDIO|>"),
+        tie_word_embeddings=True,  # type: ignore[call-arg] # taken as every config takes it
     )
     write_model(lambda: hf.Qwen2AudioForConditionalGeneration(config), processor, options, folder)
 
@@ -143,9 +143,13 @@ def build_tiny_qwen2_5_omni(options: OmniOptions, folder: Path) -> None:
         vision_config=_vision(options) | windows,
         audio_config=_hearing(options) | {"n_window": 25, "output_dim": options.hidden_size},
         tie_word_embeddings=True,
-        **{key: tokenizer.convert_tokens_to_ids(OMNI_TOKENS[name]) for key, name in names.items()},
+        **{key: _id(tokenizer, OMNI_TOKENS[name]) for key, name in names.items()},
     )
     write_model(lambda: hf.Qwen2_5OmniThinkerForConditionalGeneration(config), processor, options, folder)
+
+
+def _id(tokenizer: PreTrainedTokenizerBase, token: str) -> Any:
+    return tokenizer.convert_tokens_to_ids(token)
 
 
 def _text(options: EncoderOptions, tokenizer: PreTrainedTokenizerBase, head_dim: int) -> dict[str, Any]:
@@ -182,7 +186,7 @@ def _vision(options: VisionOptions) -> dict[str, Any]:
 def _listener(options: AudioOptions) -> WhisperFeatureExtractor:
     from transformers import WhisperFeatureExtractor
 
-    return WhisperFeatureExtractor(feature_size=options.mel_bins, chunk_length=options.audio_seconds)  # type: ignore[no-untyped-call]
+    return WhisperFeatureExtractor(feature_size=options.mel_bins, chunk_length=options.audio_seconds)
 
 
 def _hearing(options: AudioOptions) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def _load(plan: _Plan) -> FrozenTeacher:
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would tear the display apart
+    logging.disable_progress_bar()  # it would tear the display apart
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     trust = plan.settings.trust_remote_code

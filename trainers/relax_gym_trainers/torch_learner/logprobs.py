@@ -34,7 +34,7 @@ class Head:
     @classmethod
     def of(cls, model: PreTrainedModel, temperature: float) -> Head | None:
         """The head of a causal LM, or None when it is not a plain linear layer."""
-        linear: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        linear: Any = model.get_output_embeddings()
         if type(linear) is not torch.nn.Linear:
             return None
         config = model.config.get_text_config()

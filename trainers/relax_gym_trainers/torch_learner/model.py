@@ -155,7 +155,7 @@ def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool) -> None
         model.save_pretrained(folder)
         return
     with torch.device("meta"):
-        plain: Any = type(model)._from_config(model.config)  # type: ignore[no-untyped-call]
+        plain: Any = type(model)._from_config(model.config)
     plain.load_state_dict(dict(plain_weights(model)), strict=False, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
