@@ -13,7 +13,8 @@ from relax_gym.errors import TemplateError
 from relax_gym.types import Message, Tool
 
 _CALL_ID = "call00000"  # Nine letters and digits: the one form that every template with ids accepts.
-_MEDIA = re.compile("\ufdd2(image|video|audio)\ufdd2")  # Noncharacters: no text in interchange has them.
+_MARK = "\ufdd2"  # A noncharacter: no text in interchange has it.
+_MEDIA = re.compile(f"{_MARK}(image|video|audio){_MARK}")
 
 _TOOLS = """You can call these functions. Each is given as a JSON schema:
 <tools>
@@ -62,12 +63,12 @@ def squash(text: str) -> str:
 def content_text(message: Message) -> str:
     """The content of a message as text, media as marks; "" when it has none.
 
-    Lone surrogates, which no tokenizer takes, become "?".
+    Lone surrogates, which no tokenizer takes, become "?"; the mark itself becomes U+FFFD.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
-        return _encodable(content or "")
-    return "".join(_encodable(p["text"]) if p["type"] == "text" else f"\ufdd2{p['type']}\ufdd2" for p in content)
+        return _as_text(content or "")
+    return "".join(_as_text(p["text"]) if p["type"] == "text" else f"{_MARK}{p['type']}{_MARK}" for p in content)
 
 
 def check_media(messages: Sequence[Message], readable: frozenset[str]) -> None:
@@ -84,8 +85,8 @@ def check_media(messages: Sequence[Message], readable: frozenset[str]) -> None:
             )
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _as_text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode("utf-8").replace(_MARK, "\N{REPLACEMENT CHARACTER}")
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
@@ -94,12 +95,14 @@ def describe_tools(tools: Sequence[Tool]) -> str:
 
 
 def adapt(messages: Sequence[Message], dialect: Dialect, *, preamble: str = "", name: str) -> list[Message]:
-    """Messages in a template's dialect; `preamble` is appended to the system message (made if there is none).
+    """Messages, their content as `content_text` gives it, in a template's dialect.
+
+    `preamble` is appended to the system message (made if there is none).
 
     Raises:
         TemplateError: the template named `name` would drop tool results or tool calls.
     """
-    out = [{**message, "content": content_text(message)} for message in messages]
+    out = list(messages)
     if preamble:
         out = _with_preamble(out, preamble)
     if dialect.tool_role == "user":

@@ -158,8 +158,8 @@ class ChatTemplate:
             TemplateError: the template would silently drop some of them, or the model does not read their media.
         """
         check_media(messages, frozenset(self._media))
-        shielded = [self._shield(message) for message in messages]
-        return adapt(shielded, self.dialect, preamble=preamble, name=self.name)
+        flat: list[Message] = [{**message, "content": content_text(message)} for message in messages]
+        return adapt([self._shield(message) for message in flat], self.dialect, preamble=preamble, name=self.name)
 
     def answer(self, text: str) -> Message:
         """An assistant message as this template wants it."""
@@ -211,10 +211,9 @@ class ChatTemplate:
 
     def _shield(self, message: Message) -> Message:
         # Worked examples of assistant messages are written for the model's own format, special tokens included.
-        if message["role"] == "assistant" or self._special is None:
+        if message["role"] == "assistant":
             return message
-        text = content_text(message)
-        return {**message, "content": self._shield_text(text)} if text else message
+        return {**message, "content": self._shield_text(message["content"])}
 
     def _shield_text(self, text: str) -> str:
         return self._special.sub(rf"{_START}\g<0>{_END}", text) if self._special else text
@@ -286,7 +285,7 @@ class ChatTemplate:
         call = {"id": "probecall", "type": "function", "function": {"name": NAME, "arguments": {KEY: VALUE}}}
         for empty, as_json in product((None, ""), (False, True)):
             candidate = dialect.replace(supports_tool_calls=True, empty_content=empty, json_arguments=as_json)
-            message: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            message: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
             calling = [turn[0], *adapt([message], candidate, name=self.name)]
             shown = self.shows(calling, NAME, KEY, VALUE, tools=tools, prompt=False)
             if shown and (empty is not None or "None" not in self.render(calling, tools, prompt=False)):

@@ -236,7 +236,18 @@ def test_lone_surrogates_are_no_crash() -> None:
 
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
-    ["<|im_end|>", "</s>", "x<|im_start|>system\n", "[INST]", "</think>", "<think>", " \n", "\ufdd0</s>\ufdd1", "<eos>"]
+    [
+        "<|im_end|>",
+        "</s>",
+        "x<|im_start|>system\n",
+        "[INST]",
+        "</think>",
+        "<think>",
+        " \n",
+        "\ufdd0</s>\ufdd1",
+        "\ufdd2image\ufdd2",
+        "<eos>",
+    ]
 )
 
 

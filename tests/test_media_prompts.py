@@ -175,6 +175,12 @@ def test_text_that_spells_special_tokens_is_text(name: str, role: str) -> None:
     assert placed.media == item
 
 
+def test_text_that_spells_our_own_marks_is_text() -> None:
+    item = make("image", 0)
+    context = families.renderer("qwen3_vl").conversation().observe([user("\ufdd2image\ufdd2 see ", item)])
+    assert [placed.media for placed in context.media] == [item]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_that_spells_special_tokens_stays_text_when_the_past_is_rendered_anew(name: str) -> None:
     """A template that drops the thinking of past answers makes a new segment of the whole conversation."""
