@@ -10,28 +10,27 @@ from relax_gym.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 EXAMPLES = Path(__file__).parent.parent / "examples"
+LUCK = 0.15  # three standard errors of the accuracy of 100 episodes, at most
 
 
-def held_out(example: str, folder: Path, *overrides: str) -> tuple[float, float]:
-    """Accuracy before and after RL."""
+def accuracies(example: str, folder: Path, *overrides: str) -> tuple[float, float]:
+    """Of held-out episodes, before and after RL."""
     own = [f"run_dir={folder}", "threads=1", "trackers=[]", "eval.every=0"]
     train(load_config(EXAMPLES / f"{example}.toml", [*own, *overrides]))
     lines = [line for line in read_lines(folder / "metrics.jsonl") if "eval/reward" in line]
     assert all(line["eval/errors"] == 0 for line in lines)
-    return lines[0]["eval/accuracy"], lines[-1]["eval/accuracy"]
+    before, after = (line["eval/accuracy"] for line in lines)
+    return before, after
 
 
-@pytest.mark.parametrize(
-    ("example", "rise", "reached"),
-    [("tiny_image", 0.2, 0.8), ("tiny_video", 0.1, 0.75), ("tiny_audio", 0.4, 0.75)],
-)
-def test_rl_raises_what_is_held_out(example: str, rise: float, reached: float, tmp_path: Path) -> None:
-    before, after = held_out(example, tmp_path / "run")
-    assert after >= reached
-    assert after - before >= rise
+# Without looking, the best three moves reach the goal from 7 of the 12 starts of tiny_image.
+@pytest.mark.parametrize(("example", "blind"), [("tiny_image", 7 / 12), ("tiny_video", 1 / 4), ("tiny_audio", 1 / 3)])
+class TestExample:
+    def test_rl_raises_what_is_held_out_beyond_chance(self, example: str, blind: float, tmp_path: Path) -> None:
+        before, after = accuracies(example, tmp_path / "run")
+        assert after >= max(0.85, blind + LUCK)
+        assert after - before >= 0.1
 
-
-@pytest.mark.parametrize(("example", "chance"), [("tiny_audio", 1 / 3), ("tiny_video", 1 / 4)])
-def test_nothing_is_learned_from_media_of_other_episodes(example: str, chance: float, tmp_path: Path) -> None:
-    _, after = held_out(example, tmp_path / "run", "env.0.kwargs.shuffle_media=true")
-    assert after <= chance + 0.15  # three standard errors of 100 episodes
+    def test_nothing_is_learned_from_media_of_other_episodes(self, example: str, blind: float, tmp_path: Path) -> None:
+        _, after = accuracies(example, tmp_path / "run", "env.0.kwargs.shuffle_media=true")
+        assert after <= blind + LUCK
