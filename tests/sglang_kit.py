@@ -1,0 +1,55 @@
+"""Real SGLang servers on a CPU, for tests marked `sglang`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_gym_plugins.samplers.sglang.process import ServerProcess
+
+VARIABLE = "RELAX_GYM_SGLANG_PYTHON"
+SHIM = Path(__file__).parent / "sglang_cpu/shim"
+CPU_ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "dtype": "float32",
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 8192,
+    "sleep_on_idle": True,  # an idle server would poll, most of a core
+    "grammar_backend": "none",
+}
+CPU_ENVIRONMENT = {
+    "PYTHONPATH": str(SHIM),
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # only read with tensor or data parallelism
+    "OMP_NUM_THREADS": "1",  # two threads that share cores with others are 18 times slower
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang; the test fails when nobody says which."""
+    if not (python := os.environ.get(VARIABLE)):
+        pytest.fail(
+            f"{VARIABLE} is not set; run tests/sglang_cpu/install.sh VENV and set it to VENV/bin/python", pytrace=False
+        )
+    return python
+
+
+def cpu_server(
+    model: Path, log: Path, arguments: Mapping[str, Any] | None = None, *, timeout: float = 300.0
+) -> ServerProcess:
+    """A server on a CPU, not started yet. `arguments` go over CPU_ARGUMENTS."""
+    return ServerProcess(
+        sglang_python(),
+        model,
+        {**CPU_ARGUMENTS, **(arguments or {})},
+        log=log,
+        env=CPU_ENVIRONMENT,
+        timeout=timeout,
+    )
