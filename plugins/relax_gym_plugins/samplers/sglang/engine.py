@@ -1,0 +1,192 @@
+"""One SGLang server, spoken to over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from relax_gym.errors import SamplerError
+
+OLDEST = (0, 5, 15)
+CONTROL_SECONDS = 60.0
+IDLE_SECONDS = 3.0  # uvicorn closes idle connections after 5 s; a client that does so first never meets a closed one
+
+
+class EngineError(SamplerError):
+    """A server did not do what it was asked; `status` is its HTTP status, None when it did not answer."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """What this server's version can do, as found out, not assumed."""
+
+    version: tuple[int, ...]
+    update_session: bool
+    loads: bool
+
+
+class Engine:
+    """HTTP client of one server. Every call has a deadline; what fails raises EngineError with the server's URL."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, ca_file: str | None = None) -> None:
+        self.url = url
+        self.info: dict[str, Any] = {}
+        self.features = Features(version=(), update_session=False, loads=False)
+        self._headers, self._ca_file = dict(headers or {}), ca_file
+        self._http: aiohttp.ClientSession | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def tp_size(self) -> int:
+        """GPUs that one copy of the model is spread over."""
+        return int(self.info.get("tp_size") or 1)
+
+    @property
+    def dp_size(self) -> int:
+        """Copies of the model behind this URL."""
+        return int(self.info.get("dp_size") or 1)
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of one request, prompt and completion together."""
+        limits = [self.info.get(key) for key in ("max_req_input_len", "context_length", "max_total_num_tokens")]
+        return min(int(limit) for limit in limits if limit)
+
+    async def move(self, url: str, headers: Mapping[str, str]) -> None:
+        """Speak to another URL from now on."""
+        await self.aclose()
+        self.url, self._headers = url, dict(headers)
+
+    async def connect(self) -> None:
+        """Find out what the server is.
+
+        Raises:
+            EngineError: it does not answer, or is too old.
+        """
+        self.info = await self.get("/server_info", missing="/get_server_info")
+        version = tuple(int(part) for part in re.findall(r"\d+", str(self.info.get("version", "")))[:3])
+        if version < OLDEST:
+            raise EngineError(
+                f"{self.url} is SGLang {self.info.get('version')}; 0.5.15 and newer are supported: upgrade the server"
+            )
+        paths = (await self.get("/openapi.json")).get("paths", {})
+        self.features = Features(
+            version=version, update_session="/begin_weight_update" in paths, loads="/v1/loads" in paths
+        )
+
+    async def generate(self, body: Mapping[str, Any], *, timeout: float) -> Any:
+        """POST /generate; the reply as it came."""
+        return await self._call("POST", "/generate", body, timeout)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float = CONTROL_SECONDS) -> Any:
+        """Any other POST. Raises EngineError also for a 200 that says `success: false`."""
+        reply = await self._call("POST", path, body or {}, timeout)
+        if isinstance(reply, Mapping) and reply.get("success") is False:
+            raise EngineError(f"{self.url}{path}: {reply.get('message')}", status=200)
+        return reply
+
+    async def get(self, path: str, *, missing: str | None = None, timeout: float = CONTROL_SECONDS) -> Any:
+        """GET; another path where the first does not exist."""
+        try:
+            return await self._call("GET", path, None, timeout)
+        except EngineError as error:
+            if missing is None or error.status != 404:
+                raise
+        return await self._call("GET", missing, None, timeout)
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating: "abort" returns requests in flight with what they have, "retract" queues them again, "keep"
+        leaves them where they are."""
+        await self.post("/pause_generation", {"mode": "in_place" if mode == "keep" else mode})
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self.post("/continue_generation")
+
+    async def abort(self, rid: str) -> None:
+        """End one request; it returns what it has. Servers abort all whose id begins with `rid`."""
+        await self.post("/abort_request", {"rid": rid})
+
+    async def flush(self) -> None:
+        """Drop all cached keys, values and media features. Raises EngineError while requests run."""
+        await self.post("/flush_cache")
+
+    async def running(self) -> int:
+        """Requests that the server has, waiting ones included."""
+        if not self.features.loads:
+            states = (await self.get("/server_info", missing="/get_server_info")).get("internal_states", [])
+            return sum(int(state.get("num_running_reqs") or 0) for state in states)
+        loads = (await self.get("/v1/loads"))["loads"]
+        return sum(int(load["num_running_reqs"]) + int(load["num_waiting_reqs"]) for load in loads)
+
+    async def aclose(self) -> None:
+        """Close connections. Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+        """The reply's JSON, or its text when it is none."""
+        if self._http is None:
+            self._http = self._connect()
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
+        try:
+            async with self._http.request(method, self.url + path, json=body, timeout=limit) as response:
+                if response.status >= 400:
+                    raise EngineError(
+                        f"{self.url}{path} answered {response.status}: {_message(await response.text())}",
+                        status=response.status,
+                    )
+                if response.content_type == "application/json":
+                    return await response.json()
+                return await response.text()
+        except TimeoutError as error:
+            raise EngineError(f"{self.url}{path} did not answer within {timeout:g} s") from error
+        except (aiohttp.ClientError, ValueError, OSError) as error:
+            raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+    def _connect(self) -> aiohttp.ClientSession:
+        trust = ssl.create_default_context(cafile=self._ca_file) if self.url.startswith("https") else True
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=IDLE_SECONDS, ssl=trust, socket_factory=_socket_with_keepalive
+        )
+        return aiohttp.ClientSession(connector=connector, headers=self._headers)
+
+
+def _socket_with_keepalive(address: Any) -> socket.socket:
+    """A peer that vanished without a word is noticed within a minute, not never."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not on every system
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
+def _message(text: str) -> str:
+    """What a server says about an error, out of the forms it says it in."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text.strip()[:500]
+    for key in ("error", "message"):
+        inner = found.get(key) if isinstance(found, dict) else None
+        if isinstance(inner, dict):
+            inner = inner.get("message")
+        if isinstance(inner, str):
+            return inner[:500]
+    return text[:500]

@@ -1,0 +1,152 @@
+"""The servers of a sampler: which one takes a request, which are out, which come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from relax_gym.errors import SamplerError
+from relax_gym_plugins.samplers.sglang.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class State(StrEnum):
+    """Of a member. Only SERVING ones get requests."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A server and how busy we keep it. `connect` may be called again after a failure."""
+
+    engine: Engine
+    connect: Callable[[], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]
+    state: State = State.JOINING
+    in_flight: int = 0
+    sessions: int = 0
+    strikes: int = 0
+    error: str = ""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+
+class Fleet:
+    """Routes requests. One event loop uses it."""
+
+    def __init__(self, revive: Callable[[Member], Awaitable[None]], *, revivals: int = 3) -> None:
+        """`revive` gets a failed member ready to serve, current weights included; it is tried `revivals` times."""
+        self.members: list[Member] = []
+        self._revive, self._revivals = revive, revivals
+        self._changed = asyncio.Condition()
+        self._tasks: dict[Member, asyncio.Task[None]] = {}
+
+    @property
+    def serving(self) -> list[Member]:
+        """Members that get requests."""
+        return [member for member in self.members if member.state is State.SERVING]
+
+    async def serve(self, member: Member) -> None:
+        """Let a member serve. It must have the current weights already."""
+        await self._set(member, State.SERVING)
+
+    async def remove(self, member: Member) -> None:
+        """Send it nothing more, wait for what it has, and close it."""
+        await self._set(member, State.DRAINING)
+        await member.idle.wait()
+        await self.drop(member)
+
+    @contextlib.asynccontextmanager
+    async def lease(self, preferred: Member | None) -> AsyncIterator[Member]:
+        """A member to send one request to: the preferred one as long as it serves, else the least busy.
+
+        Raises:
+            SamplerError: no member serves and none can come back.
+        """
+        member = await self._choose(preferred)
+        member.in_flight += 1
+        member.idle.clear()
+        try:
+            yield member
+        finally:
+            member.in_flight -= 1
+            if not member.in_flight:
+                member.idle.set()
+
+    async def _choose(self, preferred: Member | None) -> Member:
+        async with self._changed:
+            while not (serving := self.serving):
+                if not self._tasks and all(member.state is not State.JOINING for member in self.members):
+                    raise SamplerError(f"no SGLang server is left: {self.failures()}")
+                await self._changed.wait()
+        if preferred is not None and preferred.state is State.SERVING:
+            return preferred
+        return min(serving, key=lambda member: (member.in_flight, member.sessions))
+
+    async def quarantine(self, member: Member, error: BaseException) -> None:
+        """Take a failed member out and try to bring it back."""
+        if member.state is not State.SERVING:
+            return
+        member.error = str(error)
+        log.warning("SGLang server %s is out: %s", member.engine, error)
+        await self._set(member, State.JOINING)
+        self._tasks[member] = asyncio.create_task(self._bring_back(member))
+
+    async def _bring_back(self, member: Member) -> None:
+        try:
+            for attempt in range(1, self._revivals + 1):
+                try:
+                    await self._revive(member)
+                except SamplerError as error:
+                    member.error = str(error)
+                    log.warning(
+                        "SGLang server %s did not come back (%s of %s): %s",
+                        member.engine,
+                        attempt,
+                        self._revivals,
+                        error,
+                    )
+                else:
+                    log.info("SGLang server %s serves again", member.engine)
+                    await self._set(member, State.SERVING)
+                    return
+            await self.drop(member)
+        finally:
+            self._tasks.pop(member, None)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def drop(self, member: Member) -> None:
+        """Close a member for good."""
+        await member.close()
+        await self._set(member, State.GONE)
+
+    async def _set(self, member: Member, state: State) -> None:
+        async with self._changed:
+            member.state = state
+            self._changed.notify_all()
+
+    def failures(self) -> str:
+        """What is wrong with each member."""
+        return (
+            "; ".join(f"{member.engine}: {member.error or member.state}" for member in self.members) or "none was there"
+        )
+
+    async def aclose(self) -> None:
+        """Close all members. Idempotent."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self.drop(member) for member in self.members if member.state is not State.GONE))

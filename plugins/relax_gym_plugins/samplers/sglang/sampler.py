@@ -1,0 +1,253 @@
+"""The SGLang sampler: servers, their weights, and what the sessions share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig
+
+from relax_gym.context import RunContext
+from relax_gym.errors import SamplerError
+from relax_gym.sampler import Sampler, SamplingParams, Session, Weights
+from relax_gym.types import FinishReason
+from relax_gym_plugins.samplers.sglang.engine import Engine, EngineError
+from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member
+from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
+from relax_gym_plugins.samplers.sglang.protocol import BadReply, Piece
+from relax_gym_plugins.samplers.sglang.servers import attach, launch
+from relax_gym_plugins.samplers.sglang.session import SGLangSession
+from relax_gym_plugins.samplers.sglang.weights import build_sender
+from relax_gym_plugins.samplers.sglang.wire_media import WireMedia
+
+log = logging.getLogger("relax_gym")
+
+STRIKES = 3
+"""Failures in a row that take a server out."""
+
+
+class SGLangSampler(Sampler):
+    """Samples from SGLang servers. See `SGLangSamplerOptions` for what can be chosen."""
+
+    def __init__(self, context: RunContext, options: SGLangSamplerOptions) -> None:
+        self.options = options
+        self.fleet = Fleet(self._revive)
+        self.media = WireMedia()
+        self.open = asyncio.Event()  # cleared while weights are replaced
+        self._context = context
+        self._version = -1
+        settings = AutoConfig.from_pretrained(
+            context.model_path, trust_remote_code=context.config.model.trust_remote_code
+        )
+        self._settings = settings.get_text_config()
+        self._kept: list[tuple[str, torch.Tensor]] = []
+        self._sender = build_sender(options, context)
+        self._updating = asyncio.Lock()
+        self._counts: dict[str, float] = defaultdict(float)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def version(self) -> int:
+        """See `Sampler.version`."""
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """See `Sampler.max_context`."""
+        limits = [member.engine.max_context for member in self.fleet.members]
+        if not limits:
+            raise SamplerError("the sglang sampler is not started; await start() first")
+        return min([*limits, *([self.options.max_context] if self.options.max_context else [])])
+
+    async def start(self) -> None:
+        """Launch or attach to all servers."""
+        options, context = self.options, self._context
+        members = [attach(url, options) for url in options.urls] or [
+            launch(number, options, context) for number in range(options.engines)
+        ]
+        self.fleet.members += members
+        await asyncio.gather(*(member.connect() for member in members))
+        for member in members:
+            await self.fleet.serve(member)
+        self.open.set()
+
+    def open_session(self) -> Session:
+        """See `Sampler.open_session`."""
+        return SGLangSession(self)
+
+    async def aclose(self) -> None:
+        """Close connections and end the servers that were launched."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fleet.aclose()
+        await self._sender.close()
+
+    # Servers that come and go -----------------------------------------------------------------------------------------
+
+    async def add_engine(self, url: str | None = None) -> Member:
+        """One more server, attached to by URL or launched. It serves once it has the current weights.
+
+        Raises:
+            SamplerError: it cannot be reached or launched, or does not take the weights.
+        """
+        member = attach(url, self.options) if url else launch(len(self.fleet.members), self.options, self._context)
+        self.fleet.members.append(member)
+        try:
+            await self._revive(member)
+        except BaseException:
+            await self.fleet.drop(member)
+            raise
+        await self.fleet.serve(member)
+        return member
+
+    async def remove_engine(self, member: Member) -> None:
+        """Send a server nothing more, wait for what it still has, then close it."""
+        await self.fleet.remove(member)
+
+    async def _revive(self, member: Member) -> None:
+        await member.connect()
+        async with self._updating:
+            if self._version >= 0:
+                _raise_first(await self._sender.open([member.engine]))
+                _raise_first(await self._sender.send([member.engine], self._kept, self._version))
+
+    # Weights ----------------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, weights: Weights, version: int) -> None:
+        """See `Sampler.update_weights`. Requests wait meanwhile; `on_update` says what becomes of those in flight.
+
+        A server that does not take the weights is quarantined. Raises SamplerError when none took them.
+        """
+        async with self._updating:
+            start, members = time.perf_counter(), self.fleet.serving
+            self.open.clear()
+            try:
+                await self._each(members, lambda engine: engine.pause(self.options.on_update))
+                await self._send(weights, version)
+            finally:
+                await self._each(members, Engine.resume)
+                self.open.set()
+            self._counts["update_seconds"] += time.perf_counter() - start
+
+    async def _send(self, weights: Weights, version: int) -> None:
+        """To all that serve. What fails comes back with a copy of these weights, as the learner goes on with its own."""
+        weights = list(weights)
+        self._kept = await asyncio.to_thread(_copied, weights)
+        members = {member.engine: member for member in self.fleet.serving}
+        flush = self.options.on_update != "keep" or not any(member.in_flight for member in members.values())
+        failures = await self._sender.send(list(members), weights, version, flush=flush)
+        self._version = version
+        for engine, error in failures.items():
+            await self.fleet.quarantine(members[engine], error)
+        if members and not self.fleet.serving:
+            raise SamplerError(f"no SGLang server took the weights: {self.fleet.failures()}")
+
+    async def _each(self, members: Sequence[Member], call: Callable[[Engine], Awaitable[None]]) -> None:
+        """One call for each member that serves; those that fail are quarantined."""
+        serving = [member for member in members if member in self.fleet.serving]
+        results = await asyncio.gather(*(call(member.engine) for member in serving), return_exceptions=True)
+        for member, result in zip(serving, results, strict=True):
+            if isinstance(result, SamplerError):
+                await self.fleet.quarantine(member, result)
+            elif isinstance(result, BaseException):
+                raise result
+
+    # What sessions need -----------------------------------------------------------------------------------------------
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises SamplerError for a request that a server would refuse, or die of."""
+        size = self._settings.vocab_size
+        if not prompt or not all(0 <= id < size for id in prompt):
+            raise SamplerError(f"a prompt must be ids below {size}, at least one; got {list(prompt)[:20]}")
+        if (total := len(prompt) + params.max_new_tokens) > self.max_context:
+            raise SamplerError(
+                f"{len(prompt)} prompt tokens and max_new_tokens = {params.max_new_tokens} are {total}; the servers "
+                f"take {self.max_context}: lower rollout.max_new_tokens or raise context_length in sampler.server_args"
+            )
+
+    def read_versions(self, piece: Piece, *, asked_at: int) -> list[int]:
+        """Policy versions of tokens. Servers that do not say get the version at which they were asked: never too new.
+
+        Raises:
+            BadReply: tokens of weights that this run has not sent.
+        """
+        out = []
+        for version in piece.versions:
+            number = asked_at if version is None else int(version) if version.lstrip("-").isdigit() else None
+            if number is None or not asked_at <= number <= self._version:
+                raise BadReply(
+                    f"tokens are of weights {version!r}, but {asked_at} to {self._version} were sent; does another "
+                    "trainer update this server?"
+                )
+            out.append(number)
+        return out
+
+    def stop_length(self, ids: Sequence[int], before: int, stop: Sequence[str]) -> int | None:
+        """How many ids there are when a stop string is complete that began before the last `len(ids) - before` of them.
+
+        Servers look for stop strings only in what one request samples.
+        """
+        decode = self._context.tokenizer.decode
+        start = max(0, before - max(map(len, stop)))
+        for end in range(before + 1, min(len(ids), before + max(map(len, stop))) + 1):
+            text = decode(list(ids[start:end]), skip_special_tokens=False)
+            if any(string in text for string in stop):
+                return end
+        return None
+
+    async def failed(self, member: Member, error: SamplerError) -> None:
+        """Take a server out that does not answer, or fails several times in a row."""
+        silent = isinstance(error, EngineError) and error.status is None
+        member.strikes += 1
+        self._counts["failures"] += 1
+        if silent or member.strikes >= STRIKES:
+            await self.fleet.quarantine(member, error)
+
+    def count(self, member: Member, piece: Piece, *, prompt_tokens: int) -> None:
+        """Take note of a good reply."""
+        member.strikes = 0
+        self._counts["requests"] += 1
+        self._counts["prompt_tokens"] += prompt_tokens
+        self._counts["cached_tokens"] += piece.cached_tokens
+        self._counts["generated_tokens"] += len(piece.token_ids)
+        self._counts["aborts"] += piece.finish is FinishReason.ABORT
+
+    def expert_rows(self, flat: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+        """[n, layers * top_k] → [n, MoE layers, top_k]."""
+        return None if flat is None else flat.reshape(len(flat), -1, self._settings.num_experts_per_tok)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something nobody waits for; its failure is logged."""
+        task = asyncio.ensure_future(_logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Since the last call: requests, tokens of prompts, of those read from the prefix cache, and generated; aborted
+        and failed requests, seconds of weight updates. Servers that serve."""
+        counts, self._counts = self._counts, defaultdict(float)
+        return {**counts, "servers": float(len(self.fleet.serving))}
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except SamplerError as error:
+        log.debug("%s", error)
+
+
+def _copied(weights: Weights) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights]
+
+
+def _raise_first(failures: Mapping[Any, Exception]) -> None:
+    for error in failures.values():
+        raise error

@@ -1,0 +1,54 @@
+"""Members of a fleet: servers that were launched here, and servers that others run."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from relax_gym.context import RunContext
+from relax_gym.errors import ConfigError
+from relax_gym_plugins.samplers.sglang.engine import Engine
+from relax_gym_plugins.samplers.sglang.fleet import Member
+from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
+from relax_gym_plugins.samplers.sglang.process import ServerProcess
+
+
+def attach(url: str, options: SGLangSamplerOptions) -> Member:
+    """A server that runs already. Raises ConfigError when its key is not in the environment."""
+    headers, name = {}, options.api_key_env
+    if name:
+        if not (key := os.environ.get(name)):
+            raise ConfigError(f"sampler.api_key_env names {name}, which is not set; export the servers' key in it")
+        headers["Authorization"] = f"Bearer {key}"
+    engine = Engine(url, headers=headers, ca_file=options.ca_file)
+    return Member(engine, connect=engine.connect, close=engine.aclose)
+
+
+def launch(number: int, options: SGLangSamplerOptions, context: RunContext) -> Member:
+    """A server of our own. `connect` starts it, again too."""
+    arguments: dict[str, object] = {}
+    if options.routed_experts:
+        arguments["enable_return_routed_experts"] = True
+    if options.colocate:
+        arguments["enable_memory_saver"] = True
+    devices = {"CUDA_VISIBLE_DEVICES": options.devices[number]} if number < len(options.devices) else {}
+    process = ServerProcess(
+        options.python or sys.executable,
+        context.model_path,
+        {**arguments, **options.server_args},
+        log=context.run_dir / "sglang" / f"server-{number}.log",
+        env={**devices, **options.env},
+        timeout=options.launch_timeout,
+    )
+    engine = Engine(f"server {number}")
+
+    async def connect() -> None:
+        await process.start()
+        await engine.move(process.url, process.headers)
+        await engine.connect()
+
+    async def close() -> None:
+        await engine.aclose()
+        await process.stop()
+
+    return Member(engine, connect=connect, close=close)

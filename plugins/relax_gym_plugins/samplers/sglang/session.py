@@ -1,0 +1,138 @@
+"""One episode's requests: aborts and failures on the way, one completion at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relax_gym.errors import SamplerError
+from relax_gym.sampler import SamplingParams, Session
+from relax_gym.types import Completion, FinishReason, Placed
+from relax_gym_plugins.samplers.sglang.engine import EngineError
+from relax_gym_plugins.samplers.sglang.fleet import Member
+from relax_gym_plugins.samplers.sglang.protocol import BadReply, Piece, parse, sampling_body, unexpanded
+
+if TYPE_CHECKING:
+    from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
+
+
+@dataclass(slots=True)
+class Partial:
+    """What a completion has so far."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: np.ndarray[Any, np.dtype[np.int32]] | None = None
+
+    def take(self, piece: Piece, versions: Sequence[int]) -> None:
+        """Add the tokens of a reply. Experts of tokens that were there before stay those they were sampled with."""
+        self.ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.versions += versions
+        if piece.experts is not None:
+            known = 0 if self.experts is None else len(self.experts)
+            fresh = piece.experts[known:]
+            self.experts = fresh if self.experts is None else np.concatenate([self.experts, fresh])
+
+    def cut(self, length: int, prompt_tokens: int) -> None:
+        """Keep so many tokens."""
+        del self.ids[length:], self.logprobs[length:], self.versions[length:]
+        if self.experts is not None:
+            self.experts = self.experts[: prompt_tokens + length - 1]
+
+
+class SGLangSession(Session):
+    """Stays with one server as long as that serves, so that its prefix cache is hit turn after turn."""
+
+    def __init__(self, sampler: SGLangSampler) -> None:
+        self._sampler = sampler
+        self._member: Member | None = None
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
+    ) -> Completion:
+        """See `Session.generate`. A request that a weight update or a failing server ends goes on with what is left of
+        its budget; each token keeps the version that sampled it."""
+        sampler = self._sampler
+        prompt = [int(id) for id in prompt_ids]
+        sampler.check(prompt, params)
+        partial, failures = Partial(), 0
+        while True:
+            before = len(partial.ids)
+            try:
+                finish = await self._ask(prompt, params, media, partial)
+            except (EngineError, BadReply) as error:
+                failures += 1
+                if failures > sampler.options.retries:
+                    raise SamplerError(f"a request failed {failures} times, the last time: {error}") from error
+                await asyncio.sleep(0)
+                continue
+            if before and params.stop and (length := sampler.stop_length(partial.ids, before, params.stop)):
+                partial.cut(length, len(prompt))
+                finish = FinishReason.STOP
+            if finish is FinishReason.ABORT and len(partial.ids) >= params.max_new_tokens:
+                finish = FinishReason.LENGTH
+            if finish is not FinishReason.ABORT:
+                return Completion(
+                    token_ids=tuple(partial.ids),
+                    logprobs=tuple(partial.logprobs),
+                    versions=tuple(partial.versions),
+                    finish_reason=finish,
+                    routed_experts=sampler.expert_rows(partial.experts),
+                )
+
+    async def _ask(
+        self, prompt: list[int], params: SamplingParams, media: Sequence[Placed], partial: Partial
+    ) -> FinishReason:
+        """One request for what is missing."""
+        sampler, spent = self._sampler, len(partial.ids)
+        await sampler.open.wait()
+        async with sampler.fleet.lease(self._member) as member:
+            self._keep(member)
+            version, rid = sampler.version, uuid.uuid4().hex
+            body = {
+                "rid": rid,
+                "input_ids": unexpanded(prompt, media) + partial.ids,
+                "sampling_params": sampling_body(params, spent=spent),
+                "return_logprob": True,
+                "logprob_start_len": -1,
+                **await sampler.media.body(media),
+                **({"return_routed_experts": True} if sampler.options.routed_experts else {}),
+                **({"extra_key": str(version)} if sampler.options.on_update == "keep" else {}),
+            }
+            try:
+                reply = await member.engine.generate(body, timeout=sampler.options.request_timeout)
+                piece = parse(
+                    reply,
+                    prompt_tokens=len(prompt) + spent,
+                    asked=params.max_new_tokens - spent,
+                    experts=sampler.options.routed_experts,
+                )
+                versions = sampler.read_versions(piece, asked_at=version)
+            except asyncio.CancelledError:
+                sampler.spawn(member.engine.abort(rid))
+                raise
+            except (EngineError, BadReply) as error:
+                await sampler.failed(member, error)
+                raise
+            partial.take(piece, versions)
+            sampler.count(member, piece, prompt_tokens=len(prompt) + spent)
+            return piece.finish
+
+    def _keep(self, member: Member) -> None:
+        if member is not self._member:
+            self.close()
+            self._member = member
+            member.sessions += 1
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        if self._member is not None:
+            self._member.sessions -= 1
+            self._member = None
