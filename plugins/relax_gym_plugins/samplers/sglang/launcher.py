@@ -25,12 +25,12 @@ def main() -> None:
     key = sys.stdin.readline().strip()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     guard = os.getpid()
-    signal.signal(signal.SIGTERM, lambda *_: None)  # it goes to the whole group, and this process is the last to leave
     child = os.fork()
     if not child:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         serve([*arguments, "--api-key", key], guard)
         sys.exit()
+    # to SGLang's main process only: it asks its own processes to release what they hold before they end
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     status = watch(child, starter)
     print(f"launcher: {'its starter is gone' if status is None else f'SGLang ended with status {status}'}", flush=True)
     os.killpg(guard, signal.SIGKILL)

@@ -176,7 +176,7 @@ class ServerProcess:
             return
         try:
             if self.alive:
-                self._signal(process, signal.SIGTERM)
+                process.terminate()  # the launcher, which tells SGLang to end in good order
                 await _until(lambda: not self.alive, GRACE_SECONDS)
         finally:
             self._kill()
@@ -271,12 +271,9 @@ class ServerProcess:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        self._signal(process, signal.SIGKILL)
-        process.wait()
-
-    def _signal(self, process: subprocess.Popen[str], number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _runs(group: int) -> bool:
