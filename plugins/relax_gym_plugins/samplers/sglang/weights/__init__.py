@@ -1,0 +1,1 @@
+"""Ways to bring the learner's weights into SGLang servers."""

@@ -1,0 +1,348 @@
+"""Weights reach servers byte for byte, by every way; what fails is named and stops nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_sglang_weights import describe
+from torch import Tensor
+
+from relax_gym.errors import SamplerError
+from relax_gym_plugins.samplers.sglang.engine import Engine
+from relax_gym_plugins.samplers.sglang.weights.buckets import buckets
+from relax_gym_plugins.samplers.sglang.weights.disk import DiskSender
+from relax_gym_plugins.samplers.sglang.weights.ipc import IpcSender
+
+
+@dataclass(frozen=True)
+class Features:
+    update_session: bool = True
+
+
+class Server:
+    """A fake server as a sender sees it."""
+
+    def __init__(self, port: int, *, update_session: bool = True, tp_size: int = 2) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.features = Features(update_session)
+        self.tp_size = tp_size
+
+    async def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 60.0) -> Any:
+        engine = Engine(self.url)  # of its own, as each test has a new event loop
+        try:
+            return await engine.post(path, body, timeout=timeout)
+        finally:
+            await engine.aclose()
+
+    async def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = await self.post("/state", {})
+        return state
+
+
+class Processes:
+    """One process of fake servers, two with update sessions; those of older versions start when asked for."""
+
+    def __init__(self) -> None:
+        self.started: dict[tuple[str, ...], tuple[subprocess.Popen[str], list[int]]] = {}
+
+    def ports(self, *args: str) -> list[int]:
+        if args not in self.started:
+            script = Path(__file__).with_name("fake_sglang_weights.py")
+            process = subprocess.Popen([sys.executable, str(script), *args], stdout=subprocess.PIPE, text=True)
+            assert process.stdout is not None
+            self.started[args] = process, json.loads(process.stdout.readline())
+        return self.started[args][1]
+
+    def close(self) -> None:
+        for process, _ in self.started.values():
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    processes = Processes()
+    yield processes
+    processes.close()
+
+
+def servers(processes: Processes, count: int, *, tp_size: int = 2, **faults: Mapping[str, list[str]]) -> list[Server]:
+    """Servers that forgot what earlier tests did; `s0={path: [kind]}` are the faults of the first."""
+    found = [Server(port, tp_size=tp_size) for port in processes.ports("3")[:count]]
+    asyncio.run(reset(found, faults))
+    return found
+
+
+async def reset(found: Sequence[Server], faults: Mapping[str, Any]) -> None:
+    for number, server in enumerate(found):
+        await server.post("/reset", faults.get(f"s{number}", {}))
+
+
+def states(found: Sequence[Server]) -> list[dict[str, Any]]:
+    async def ask() -> list[dict[str, Any]]:
+        return [await server.state() for server in found]
+
+    return asyncio.run(ask())
+
+
+def described(weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, list[Any]]:
+    return {
+        name: describe(tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
+        for name, tensor in weights.items()
+    }
+
+
+def awkward() -> dict[str, Tensor]:
+    """Not contiguous, views of one storage, empty, of several widths, larger than a small bucket, needing gradients."""
+    torch.manual_seed(3)
+    base = torch.randn(8, 6)
+    return {
+        "byte": torch.arange(3, dtype=torch.uint8),
+        "transposed": torch.randn(5, 7).T,
+        "upper": base[:4],
+        "lower": base[4:],
+        "column": base[:, 1],
+        "empty": torch.zeros(0, 4),
+        "half": torch.randn(3, 3).to(torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+        "count": torch.arange(5),
+        "large": torch.randn(40, 10),
+        "learned": torch.nn.Parameter(torch.randn(2, 2)),
+        "expanded": torch.randn(1, 3).expand(4, 3),
+    }
+
+
+# Buckets --------------------------------------------------------------------------------------------------------------
+
+
+def sizes(weights: Sequence[tuple[str, Tensor]], limit: int, dtype: torch.dtype | None = None) -> list[Any]:
+    return [([slot.name for slot in b.slots], b.nbytes, b.last) for b in buckets(weights, dtype, limit)]
+
+
+def test_buckets_are_filled_to_the_byte() -> None:
+    four = [(name, torch.zeros(2)) for name in "abcd"]
+    assert sizes(four, 16) == [(["a", "b"], 16, False), (["c", "d"], 16, True)]
+    assert sizes(four, 15) == [(["a"], 8, False), (["b"], 8, False), (["c"], 8, False), (["d"], 8, True)]
+    assert sizes(four, 24) == [(["a", "b", "c"], 24, False), (["d"], 8, True)]
+    assert sizes(four, 16, torch.bfloat16) == [(["a", "b", "c", "d"], 16, True)]
+
+
+def test_a_tensor_larger_than_a_bucket_travels_alone() -> None:
+    weights = [("a", torch.zeros(1)), ("big", torch.zeros(9)), ("b", torch.zeros(1))]
+    assert sizes(weights, 8) == [(["a"], 4, False), (["big"], 36, False), (["b"], 4, True)]
+
+
+def test_empty_tensors_never_make_a_bucket() -> None:
+    none = torch.zeros(0, 3)
+    weights = [("n1", none), ("a", torch.zeros(4)), ("n2", none), ("b", torch.zeros(4)), ("n3", none)]
+    assert sizes(weights, 16) == [(["n1", "a", "n2"], 16, False), (["b", "n3"], 16, True)]
+    with pytest.raises(ValueError, match="no weights to send"):
+        list(buckets([("n", none)]))
+
+
+def test_slots_are_aligned_without_gaps() -> None:
+    (bucket,) = buckets(awkward().items())
+    assert [slot.start % slot.dtype.itemsize for slot in bucket.slots] == [0] * len(bucket.slots)
+    assert [slot.end for slot in bucket.slots][:-1] == [slot.start for slot in bucket.slots][1:]
+    widths = [slot.dtype.itemsize for slot in bucket.slots]
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_weights_are_looked_at_one_bucket_at_a_time() -> None:
+    seen = []
+
+    def produce() -> Iterator[tuple[str, Tensor]]:
+        for name in "abcd":
+            seen.append(name)
+            yield name, torch.zeros(2)
+
+    pending = buckets(produce(), None, 8)
+    next(pending)
+    assert seen == ["a", "b"]
+
+
+# IPC ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bucket_bytes", [200, 1 << 20])
+def test_k108_ipc_brings_every_byte(processes: Processes, dtype: torch.dtype | None, bucket_bytes: int) -> None:
+    found = servers(processes, 2)
+    weights = awkward()
+    sender = IpcSender(dtype=dtype, bucket_bytes=bucket_bytes, timeout=30)
+    assert asyncio.run(sender.send(found, iter(weights.items()), 7)) == {}
+    for state in states(found):
+        assert state["weights"] == described(weights, dtype)
+        assert (state["version"], state["in_session"]) == ("7", False)
+
+
+def test_only_the_last_bucket_flushes_and_carries_the_version(processes: Processes) -> None:
+    (server,) = servers(processes, 1)
+    sender = IpcSender(bucket_bytes=16)
+    weights = [(name, torch.zeros(4)) for name in "abc"]
+    assert asyncio.run(sender.send([server], weights, 3)) == {}
+    assert asyncio.run(sender.send([server], weights[:1], 4, flush=False)) == {}
+    calls = states([server])[0]["calls"]
+    assert [call["path"] for call in calls] == [
+        "/begin_weight_update",
+        *["/update_weights_from_tensor"] * 3,
+        "/end_weight_update",
+        "/begin_weight_update",
+        "/update_weights_from_tensor",
+        "/end_weight_update",
+    ]
+    sent = [(c.get("flush_cache"), c.get("weight_version"), c["nbytes"]) for c in calls if "nbytes" in c]
+    assert sent == [(False, None, 16), (False, None, 16), (True, "3", 16), (False, "4", 16)]
+
+
+def test_servers_without_update_sessions_are_asked_for_none(processes: Processes) -> None:
+    old = Server(processes.ports("1", "old")[0], update_session=False)
+    assert asyncio.run(IpcSender().send([old], [("a", torch.zeros(4))], 3)) == {}
+    (state,) = states([old])
+    assert [call["path"] for call in state["calls"]] == ["/update_weights_from_tensor"]
+    assert state["version"] == "3"
+
+
+def test_a_session_that_another_run_left_open_is_ended(processes: Processes) -> None:
+    (server,) = servers(processes, 1)
+    asyncio.run(server.post("/begin_weight_update", {}))
+    assert asyncio.run(IpcSender().send([server], [("a", torch.zeros(4))], 3)) == {}
+    assert states([server])[0]["version"] == "3"
+
+
+UPDATE = "/update_weights_from_tensor"
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({UPDATE: ["ok", "error"]}, "told to fail"),
+        ({UPDATE: ["ok", "late"]}, "told to fail late"),
+        ({UPDATE: ["ok", "hang"]}, "did not answer"),
+        ({"/begin_weight_update": ["error"]}, "told to fail"),
+    ],
+)
+def test_k107_a_server_that_fails_is_named_and_stops_no_other(
+    processes: Processes, faults: dict[str, list[str]], message: str
+) -> None:
+    found = servers(processes, 3, s1=faults)
+    weights = awkward()
+    failed = asyncio.run(IpcSender(bucket_bytes=64, timeout=2).send(found, weights.items(), 5))
+    assert list(failed) == [found[1]]
+    assert isinstance(failed[found[1]], SamplerError)
+    assert message in str(failed[found[1]])
+    after = states(found)
+    assert [state["version"] for state in after] == ["5", "default", "5"]
+    assert [state["weights"] == described(weights) for state in after] == [True, False, True]
+    assert [state["in_session"] for state in after] == [False, False, False]
+    assert after[1]["calls"][-1]["path"] in ("/end_weight_update", "/begin_weight_update")
+
+
+def test_sending_stops_when_no_server_is_left(processes: Processes) -> None:
+    (server,) = servers(processes, 1, s0={UPDATE: ["error"]})
+    read = []
+    weights = ((name, read.append(name) or torch.zeros(4)) for name in "abcdef")
+    assert list(asyncio.run(IpcSender(bucket_bytes=16).send([server], weights, 3))) == [server]
+    assert read == ["a", "b"]
+
+
+def test_k106_a_cancelled_update_ends_its_session(processes: Processes) -> None:
+    (server,) = servers(processes, 1, s0={UPDATE: ["hang"]})
+
+    async def cancel() -> None:
+        task = asyncio.create_task(IpcSender().send([server], [("a", torch.zeros(4))], 3))
+        while not (await server.state())["calls"][1:]:  # noqa: ASYNC110 - another process gets there
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancel())
+    assert not states([server])[0]["in_session"]
+
+
+@pytest.mark.parametrize("fault", ["ok", "error", "late", "hang"])
+def test_k108_shared_memory_is_given_back(processes: Processes, fault: str) -> None:
+    found = servers(processes, 2, s1={UPDATE: ["ok", fault]})
+    files = set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+    asyncio.run(IpcSender(bucket_bytes=64, timeout=1).send(found, awkward().items(), 5))
+    assert set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")) <= files
+
+
+def test_sharing_strategy_and_modules_of_the_process_stay_as_they_are(processes: Processes) -> None:
+    (server,) = servers(processes, 1)
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    assert asyncio.run(IpcSender().send([server], [("a", torch.zeros(4))], 3)) == {}
+    assert torch.multiprocessing.get_sharing_strategy() == strategy == "file_descriptor"
+    assert not [name for name in sys.modules if name == "sglang" or name.startswith("sglang.")]
+
+
+# Disk -----------------------------------------------------------------------------------------------------------------
+
+
+def model_folder(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
+        (model / name).write_text("{}")
+    return model
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_disk_brings_every_byte(processes: Processes, tmp_path: Path, dtype: torch.dtype | None) -> None:
+    found = servers(processes, 2)
+    sender = DiskSender(tmp_path / "run" / "weights", model_folder(tmp_path), dtype=dtype, shard_bytes=200)
+    weights = awkward()
+    assert asyncio.run(sender.send(found, iter(weights.items()), 7)) == {}
+    assert [state["weights"] for state in states(found)] == [described(weights, dtype)] * 2
+    assert [state["version"] for state in states(found)] == ["7", "7"]
+    folder = tmp_path / "run" / "weights" / "7"
+    shards = list(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert (folder / "tokenizer.json").resolve() == tmp_path / "model" / "tokenizer.json"
+
+
+def test_disk_keeps_the_newest_version_and_removes_all_at_the_end(processes: Processes, tmp_path: Path) -> None:
+    (server,) = servers(processes, 1)
+    sender = DiskSender(tmp_path / "weights", model_folder(tmp_path))
+    for version in (1, 2, 2):
+        assert asyncio.run(sender.send([server], [("a", torch.full((4,), float(version)))], version)) == {}
+        assert [path.name for path in (tmp_path / "weights").iterdir()] == [str(version)]
+    asyncio.run(sender.close())
+    asyncio.run(sender.close())
+    assert not (tmp_path / "weights").exists()
+
+
+def test_disk_leaves_nothing_of_weights_that_could_not_be_written(processes: Processes, tmp_path: Path) -> None:
+    (server,) = servers(processes, 1)
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(4)
+        raise RuntimeError("the learner is gone")
+
+    sender = DiskSender(tmp_path / "weights", model_folder(tmp_path))
+    with pytest.raises(RuntimeError, match="the learner is gone"):
+        asyncio.run(sender.send([server], broken(), 1))
+    assert not list((tmp_path / "weights").iterdir())
+    assert states([server])[0]["calls"] == []
+
+
+def test_k107_disk_names_the_server_that_fails(processes: Processes, tmp_path: Path) -> None:
+    found = servers(
+        processes, 3, s0={"/update_weights_from_disk": ["error"]}, s2={"/update_weights_from_disk": ["hang"]}
+    )
+    sender = DiskSender(tmp_path / "weights", model_folder(tmp_path), timeout=2)
+    failed = asyncio.run(sender.send(found, [("a", torch.zeros(4))], 1))
+    assert set(failed) == {found[0], found[2]}
+    assert [state["version"] for state in states(found)] == ["default", "1", "default"]
