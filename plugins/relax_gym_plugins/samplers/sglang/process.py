@@ -138,6 +138,11 @@ class ServerProcess:
         return shlex.join([self._python, "-m", "sglang.launch_server", *self._flags, "--port", str(self.port)])
 
     @property
+    def pid(self) -> int | None:
+        """Of the launcher, which is also the number of the process group that all the server's processes are in."""
+        return self._process and self._process.pid
+
+    @property
     def alive(self) -> bool:
         """Whether it runs, ready or not."""
         process = self._process
