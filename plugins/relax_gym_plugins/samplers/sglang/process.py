@@ -140,7 +140,7 @@ class ServerProcess:
     @property
     def pid(self) -> int | None:
         """Of the launcher, which is also the number of the process group that all the server's processes are in."""
-        return self._process and self._process.pid
+        return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
