@@ -1,7 +1,9 @@
-"""Servers that really receive weights: `python fake_sglang_weights.py N` serves N of them and prints their ports.
+"""A server that really receives weights: `python fake_sglang_weights.py new` serves one and prints its port.
 
-What they unpickle, join and answer follows SGLang 0.5.23's `SafeUnpickler`, `init_custom_process_group` and
-`SchedulerWeightUpdaterManager`. They are a process of their own, as passing memory within one would prove nothing.
+`old` is one without update sessions.
+
+What it unpickles, joins and answers follows SGLang 0.5.23's `SafeUnpickler`, `init_custom_process_group` and
+`SchedulerWeightUpdaterManager`. It is a process of its own, as passing memory within one would prove nothing.
 """
 
 from __future__ import annotations
@@ -251,24 +253,21 @@ def describe(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype)[6:], list(tensor.shape), digest(tensor)]
 
 
-async def main(count: int, update_session: bool) -> None:
+async def main(update_session: bool) -> None:
     for module, found in STUBS.items():
         stub = types.ModuleType(module)
         setattr(stub, found.__name__, found)
         sys.modules[module] = stub
-    ports = []
-    for _ in range(count):
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", FakeServer(update_session).handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        await web.SockSite(runner, listener).start()
-        ports.append(listener.getsockname()[1])
-    print(json.dumps(ports), flush=True)
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route("*", "/{path:.*}", FakeServer(update_session).handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    await web.SockSite(runner, listener).start()
+    print(listener.getsockname()[1], flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), "old" not in sys.argv[2:]))
+    asyncio.run(main(sys.argv[1] == "new"))

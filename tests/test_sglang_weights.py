@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from relax_gym.errors import SamplerError
 from relax_gym_plugins.samplers.sglang.engine import Engine
+from relax_gym_plugins.samplers.sglang.weights.broadcast import BroadcastSender
 from relax_gym_plugins.samplers.sglang.weights.buckets import buckets
 from relax_gym_plugins.samplers.sglang.weights.disk import DiskSender
 from relax_gym_plugins.samplers.sglang.weights.ipc import IpcSender
@@ -50,25 +50,27 @@ class Server:
 
 
 class Processes:
-    """One process of fake servers, two with update sessions; those of older versions start when asked for."""
+    """Fake servers, each a process, as a group's name is taken once in each; started when first asked for."""
 
     def __init__(self) -> None:
-        self.started: dict[tuple[str, ...], tuple[subprocess.Popen[str], list[int]]] = {}
+        self.running: list[subprocess.Popen[str]] = []
+        self.ports: dict[str, list[int]] = {}
 
-    def ports(self, *args: str) -> list[int]:
-        if args not in self.started:
+    def of(self, kind: str, count: int) -> list[int]:
+        if kind not in self.ports:
             script = Path(__file__).with_name("fake_sglang_weights.py")
-            process = subprocess.Popen([sys.executable, str(script), *args], stdout=subprocess.PIPE, text=True)
-            assert process.stdout is not None
-            self.started[args] = process, json.loads(process.stdout.readline())
-        return self.started[args][1]
+            command = [sys.executable, str(script), kind]
+            started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+            self.running += started
+            self.ports[kind] = [int(process.stdout.readline()) for process in started if process.stdout]
+        return self.ports[kind]
 
     def close(self) -> None:
-        for process, _ in self.started.values():
+        for process in self.running:
             process.kill()
             process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            if process.stdout:
+                process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ def processes() -> Iterator[Processes]:
 
 def servers(processes: Processes, count: int, *, tp_size: int = 2, **faults: Mapping[str, list[str]]) -> list[Server]:
     """Servers that forgot what earlier tests did; `s0={path: [kind]}` are the faults of the first."""
-    found = [Server(port, tp_size=tp_size) for port in processes.ports("3")[:count]]
+    found = [Server(port, tp_size=tp_size) for port in processes.of("new", 3)[:count]]
     asyncio.run(reset(found, faults))
     return found
 
@@ -208,7 +210,7 @@ def test_only_the_last_bucket_flushes_and_carries_the_version(processes: Process
 
 
 def test_servers_without_update_sessions_are_asked_for_none(processes: Processes) -> None:
-    old = Server(processes.ports("1", "old")[0], update_session=False)
+    old = Server(processes.of("old", 1)[0], update_session=False)
     assert asyncio.run(IpcSender().send([old], [("a", torch.zeros(4))], 3)) == {}
     (state,) = states([old])
     assert [call["path"] for call in state["calls"]] == ["/update_weights_from_tensor"]
@@ -346,3 +348,82 @@ def test_k107_disk_names_the_server_that_fails(processes: Processes, tmp_path: P
     failed = asyncio.run(sender.send(found, [("a", torch.zeros(4))], 1))
     assert set(failed) == {found[0], found[2]}
     assert [state["version"] for state in states(found)] == ["default", "1", "default"]
+
+
+# Broadcast ------------------------------------------------------------------------------------------------------------
+
+BROADCAST, JOIN = "/update_weights_from_distributed", "/init_weights_update_group"
+
+
+async def broadcast(
+    found: Sequence[Server], weights: Mapping[str, Tensor], *versions: int, **options: Any
+) -> list[Mapping[Any, Exception]]:
+    sender = BroadcastSender("gloo", **{"timeout": 15, **options})
+    try:
+        return [await sender.send(found, iter(weights.items()), version) for version in versions]
+    finally:
+        await sender.close()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_k108_broadcast_brings_every_byte(processes: Processes, dtype: torch.dtype | None) -> None:
+    found = servers(processes, 2, tp_size=1)
+    weights = awkward()
+    assert asyncio.run(broadcast(found, weights, 7, 8, dtype=dtype, bucket_bytes=200)) == [{}, {}]
+    for state in states(found):
+        assert state["weights"] == described(weights, dtype)
+        assert (state["version"], state["in_session"], state["groups"]) == ("8", False, [])
+        joins = [call for call in state["calls"] if call["path"] == JOIN]
+        assert len(joins) == 1
+        sent = [(c["flush_cache"], c.get("weight_version")) for c in state["calls"] if c["path"] == BROADCAST]
+        assert sent[-1] == (True, "8")
+        assert {call for call in sent if call[1] is None} == {(False, None)}
+
+
+def test_k94_the_group_meets_at_a_port_that_was_bound_not_guessed(processes: Processes) -> None:
+    found = servers(processes, 2, tp_size=1)
+    asyncio.run(broadcast(found, awkward(), 1))
+    asyncio.run(broadcast(found, awkward(), 2))
+    joins = [[call for call in state["calls"] if call["path"] == JOIN] for state in states(found)]
+    assert [[call["rank_offset"] for call in of] for of in joins] == [[1, 1], [2, 2]]
+    assert {call["world_size"] for of in joins for call in of} == {3}
+    assert joins[0][0]["master_port"] == joins[1][0]["master_port"] != 0
+    assert joins[0][0]["group_name"] != joins[0][1]["group_name"]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {BROADCAST: ["ok", "error"]},
+        {BROADCAST: ["ok", "late"]},
+        {BROADCAST: ["ok", "hang"]},
+        {JOIN: ["error"]},
+        {JOIN: ["hang"]},
+        {"/begin_weight_update": ["error"]},
+    ],
+)
+def test_k107_a_group_goes_on_without_the_server_that_fails(processes: Processes, faults: dict[str, list[str]]) -> None:
+    found = servers(processes, 3, tp_size=1, s1=faults)
+    weights = awkward()
+    (failed,) = asyncio.run(broadcast(found, weights, 5, bucket_bytes=200, timeout=3))
+    assert list(failed) == [found[1]]
+    after = states(found)
+    assert [state["version"] for state in after] == ["5", "default", "5"]
+    assert [state["weights"] == described(weights) for state in after] == [True, False, True]
+    assert [state["in_session"] for state in after] == [False, False, False]
+
+
+def test_servers_come_and_go_between_updates(processes: Processes) -> None:
+    found = servers(processes, 3, tp_size=1)
+
+    async def updates() -> None:
+        sender = BroadcastSender("gloo", timeout=15)
+        assert await sender.open(found[:2]) == {}
+        assert await sender.send(found[:2], awkward().items(), 1) == {}
+        assert await sender.send(found[1:], awkward().items(), 2) == {}
+        await sender.close()
+        await sender.close()
+
+    asyncio.run(updates())
+    assert [state["version"] for state in states(found)] == ["1", "2", "2"]
+    assert [state["groups"] for state in states(found)] == [[], [], []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,11 @@ def buckets(weights: Weights, dtype: torch.dtype | None = None, bucket_bytes: in
     if not filled:
         raise ValueError("there are no weights to send: every tensor given is empty, or none was given")
     yield Bucket(held, dtype, last=True)
+
+
+def last_words(bucket: Bucket, version: int, flush: bool) -> dict[str, Any]:
+    """What goes with a bucket: only with the last are caches flushed, and is the version said."""
+    return {"flush_cache": flush, "weight_version": str(version)} if bucket.last else {"flush_cache": False}
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -88,9 +88,7 @@ class Parcel:
         else:
             storage = torch.UntypedStorage._new_using_filename_cpu(bucket.nbytes)
             self._file = storage._share_filename_cpu_()[1].decode()
-            flat = torch.empty(0, dtype=torch.uint8).set_(
-                torch.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
-            )
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._flat: Tensor | None = bucket.pack(flat)
 
     def label(self) -> str:
