@@ -85,6 +85,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
             model_path=path,
             tokenizer=renderer.tokenizer,
             processor=renderer.processor,
+            never_sampled=tuple(renderer.never_sampled),
             start_step=start_step,
         )
         return Parts(

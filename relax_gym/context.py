@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Handed to the factory of every component and to the observers."""
+    """Handed to the factory of every component and to the observers.
+
+    `never_sampled` are the ids that no sampler gives, so that a learner's distributions are without them too.
+    """
 
     config: RunConfig
     run_dir: Path
     model_path: Path
     tokenizer: PreTrainedTokenizerBase
     processor: MediaProcessor | None = None
+    never_sampled: tuple[int, ...] = ()
     start_step: int = 0
 
 

@@ -24,8 +24,8 @@ class SamplingParams:
     completion keeps every sampled id, the one that completed the stop string included. `logit_bias` is added to the
     logits before temperature. `seed` makes the completion depend on nothing but the prompt, weights and these values.
 
-    The log-probs returned are those of the model's full distribution at this temperature (at 1 when greedy): top-k,
-    top-p, min-p and logit bias choose tokens but do not change the number reported, so a learner can recompute it.
+    The log-probs returned are those of the whole distribution with the logit bias at this temperature (at 1 when
+    greedy): top-k, top-p and min-p choose tokens but do not change the number reported, so a learner can recompute it.
     """
 
     max_new_tokens: int

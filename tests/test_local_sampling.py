@@ -62,7 +62,8 @@ def test_filters(params: dict[str, Any], expected: set[int]) -> None:
 def test_k35_k37_the_logprob_is_the_sampled_tokens_in_the_full_distribution_at_the_temperature() -> None:
     assert draw(LOGITS, top_k=1)[1] == pytest.approx(np.log(0.4), abs=1e-6)
     assert draw(LOGITS, temperature=0.0)[1] == pytest.approx(np.log(0.4), abs=1e-6)
-    assert draw(LOGITS, logit_bias={1: 50.0})[1] == pytest.approx(np.log(0.1), abs=1e-6)
+    assert draw(LOGITS, logit_bias={0: -np.inf}, top_k=1)[1] == pytest.approx(np.log(0.3 / 0.6), abs=1e-6)
+    assert draw(LOGITS, logit_bias={1: 50.0})[1] == pytest.approx(0.0, abs=1e-6)
     assert draw(LOGITS, top_k=1, temperature=0.5)[1] == pytest.approx(np.log(0.16 / 0.30), abs=1e-6)
 
 

@@ -77,6 +77,7 @@ def policy(name: str, *, share: bool = True, model: Any = None) -> Policy:
         chunk=16,
         share_prefix=share,
         processor=families.processor(name),
+        never_sampled=tuple(families.renderer(name).never_sampled),
     )
 
 
@@ -180,6 +181,7 @@ def learner(name: str, **options: Any) -> TorchLearner:
         model_path=folder,
         tokenizer=families.renderer(name).tokenizer,
         processor=families.processor(name),
+        never_sampled=tuple(families.renderer(name).never_sampled),
     )
     return TorchLearner(context, TorchLearnerOptions(dtype="float32", device="cpu", lr=1e-3, **options))
 

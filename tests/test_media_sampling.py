@@ -83,6 +83,7 @@ def check(name: str, played: Sequence[Played], model: Any = None, *, sound: bool
         media = [placed.media for placed in conversation.media]
         more = {"use_audio_in_video": True} if sound else {}
         logits = plain_logits(model or families.model(name), processor, conversation.token_ids, media, **more)
+        logits[:, list(families.renderer(name).never_sampled)] = -torch.inf
         table = logits.double().log_softmax(-1)
         for start, completion in completions:
             at = torch.arange(start, start + len(completion.token_ids))

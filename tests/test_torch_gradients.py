@@ -32,6 +32,8 @@ from transformers import (
 from relax_gym.types import Batch
 from relax_gym_trainers.functional import ppo_clip_loss
 from relax_gym_trainers.torch_learner.logprobs import Head, _HeadLogProbs
+from relax_gym_trainers.torch_learner.packing import pack
+from relax_gym_trainers.torch_learner.policy import Policy
 from relax_gym_trainers.torch_learner.update import plan, score_all
 
 GPT2 = GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)
@@ -116,14 +118,15 @@ def test_a_head_that_is_not_understood_falls_back_to_the_models_logits(tiny):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_chunked_head_has_the_right_gradients(softcap, bias):
+@pytest.mark.parametrize("never", [None, torch.tensor([2, 5])])
+def test_the_chunked_head_has_the_right_gradients(softcap, bias, never):
     generator = torch.Generator().manual_seed(0)
 
     def tensor(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
 
     hidden, weight, offset = tensor(5, 3), tensor(7, 3), tensor(7) if bias else None
-    head = Head(weight=weight, bias=offset, scale=1.5, softcap=softcap, temperature=0.8)
+    head = Head(weight=weight, bias=offset, scale=1.5, softcap=softcap, temperature=0.8, never=never)
     targets = torch.tensor([0, 6, 3, 3, 1])
     assert torch.autograd.gradcheck(
         lambda h, w, b: _HeadLogProbs.apply(h, w, b, targets, head, torch.float64, 2), (hidden, weight, offset)
@@ -140,6 +143,25 @@ def test_a_vocabulary_entry_of_minus_infinity_makes_no_nan():
     assert entropy.tolist() == pytest.approx([math.log(3)] * 2)
     assert weight.grad[:, 0].tolist() == pytest.approx([1 - 2 / 3, 1 - 2 / 3, 0.0, -2 / 3], abs=1e-6)
     assert hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("headless", [False, True])
+def test_ids_that_are_never_sampled_are_in_no_distribution(tiny, headless):
+    trainer = learner(context(tiny))
+    never, (sample, *_) = (2, 7), random_batch().samples
+    policy = Policy(
+        trainer.policy.model, temperature=0.7, dtype=torch.float32, chunk=4, share_prefix=False, never_sampled=never
+    )
+    policy.head = None if headless else policy.head
+    (batch,) = pack([sample], budget=10_000, share_prefix=False)
+    with torch.no_grad():
+        logprobs, entropy = policy.score(batch)
+        logits = policy.model(input_ids=torch.tensor(sample.token_ids[None].astype(int))).logits[0] / 0.7
+    logits[:, list(never)] = -torch.inf
+    table = logits[torch.tensor(batch.predictors)].log_softmax(-1)
+    torch.testing.assert_close(logprobs, table.gather(-1, torch.tensor(batch.targets)[:, None])[:, 0])
+    expected = torch.distributions.Categorical(logits=logits[torch.tensor(batch.predictors)]).entropy()
+    torch.testing.assert_close(entropy, expected)
 
 
 def test_k36_one_temperature_for_new_old_and_reference(tiny):

@@ -131,6 +131,7 @@ def load_distiller(
         share_prefix=options.share_prefix,
         trust_remote_code=trust,
         media=context.config.media,
+        never_sampled=context.never_sampled,
     )
 
     def load(name: str) -> Teacher:

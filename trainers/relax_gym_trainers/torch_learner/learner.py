@@ -69,6 +69,7 @@ class TorchLearner(Learner):
             chunk=options.logprob_chunk,
             share_prefix=options.share_prefix,
             processor=context.processor,
+            never_sampled=context.never_sampled,
         )
         self.objectives = self._build_objectives(algorithms, context)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

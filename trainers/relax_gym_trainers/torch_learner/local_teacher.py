@@ -77,6 +77,7 @@ class LocalTeacher(Teacher):
             share_prefix=options.share_prefix,
             trust_remote_code=trust,
             media=config.media,
+            never_sampled=context.never_sampled,
         )
         plan = _Plan(
             folder=resolve_model(ModelConfig(name=model, trust_remote_code=trust)),

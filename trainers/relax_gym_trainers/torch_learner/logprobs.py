@@ -23,13 +23,15 @@ BLOCK_ELEMENTS = 2**21
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """From the last hidden state to logits at the sampling temperature: softcap(scale · (W h + b)) / temperature."""
+    """From the last hidden state to logits at the sampling temperature: softcap(scale · (W h + b)) / temperature, and
+    -inf for the ids `never`."""
 
     weight: Tensor
     bias: Tensor | None
     scale: float
     softcap: float | None
     temperature: float
+    never: Tensor | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, temperature: float) -> Head | None:
@@ -49,12 +51,13 @@ class Head:
         Leaves `raw` as it is; the logits are `raw` itself where they do not differ.
         """
         slope = self.scale / self.temperature
-        same = self.softcap is None and slope == 1.0
+        same = self.softcap is None and slope == 1.0 and self.never is None
         logits = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=not same)
         if self.softcap is None:
-            return (logits if same else logits.mul_(slope)), slope
+            return without(logits if same else logits.mul_(slope), self.never), slope
         capped = logits.mul_(self.scale / self.softcap).tanh_()
-        return capped * (self.softcap / self.temperature), capped.square_().neg_().add_(1).mul_(slope)
+        logits = without(capped * (self.softcap / self.temperature), self.never)
+        return logits, capped.square_().neg_().add_(1).mul_(slope)
 
 
 class _HeadLogProbs(torch.autograd.Function):
@@ -123,6 +126,11 @@ def backward_head(
             _add_product(grad_weight, raw.T, hidden_[rows])
         raw = None  # lets go of one chunk's logits before the next one's are there
     return grad_hidden, grad_weight, grad_bias
+
+
+def without(logits: Tensor, never: Tensor | None) -> Tensor:
+    """The logits, [n, V], themselves, those of the ids `never` at -inf."""
+    return logits if never is None else logits.index_fill_(1, never.to(logits.device), -torch.inf)
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

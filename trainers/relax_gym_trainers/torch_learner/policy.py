@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from relax_gym.errors import ModelError, TrainingError
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
-from relax_gym_trainers.torch_learner.logprobs import MIN_LOGIT, Head, _HeadLogProbs, linear
+from relax_gym_trainers.torch_learner.logprobs import MIN_LOGIT, Head, _HeadLogProbs, linear, without
 from relax_gym_trainers.torch_learner.packing import MicroBatch
 from relax_gym_trainers.torch_learner.replay import RouterReplay
 
@@ -47,9 +48,10 @@ class Policy:
         chunk: int,
         share_prefix: bool,
         processor: MediaProcessor | None = None,
+        never_sampled: Sequence[int] = (),
     ) -> None:
-        """`model` is the bare causal LM (adapters, if any, are inside it), `processor` what it reads media with. Runs
-        it twice on a few tokens."""
+        """`model` is the bare causal LM (adapters, if any, are inside it), `processor` what it reads media with; the
+        ids `never_sampled` are in none of its distributions. Runs it twice on a few tokens."""
         self.model = model
         self.temperature = temperature
         self.dtype = dtype
@@ -60,6 +62,7 @@ class Policy:
         accepted = inspect.signature(self.backbone.forward).parameters
         self.takes_positions = "position_ids" in accepted
         self._takes_types = "token_type_ids" in accepted and processor is not None
+        self._never = torch.tensor(never_sampled) if never_sampled else None
         self.head = self._find_head()
         self.share_prefix = share_prefix and self._attends_freely() and self._branches_agree()
         self.replay = RouterReplay(model)
@@ -130,7 +133,8 @@ class Policy:
     def logits(self, raw: Tensor) -> Tensor:
         """Logits at the temperature, [n, V], float32 or better."""
         if self.head is None:
-            return raw.to(torch.promote_types(raw.dtype, torch.float32)) / self.temperature
+            logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) / self.temperature
+            return without(logits, self._never)
         return self.head.logits(raw)[0]
 
     @property
@@ -207,7 +211,7 @@ class Policy:
         """The model's head, or None and a warning where the logits are not known to be a function of `Head`'s kind."""
         head = Head.of(self.model, self.temperature)
         if head is not None and self._agrees(head):
-            return head
+            return dataclasses.replace(head, never=self._never)
         log.warning(
             "%s has %s: all logits of a micro-batch exist at once, several times over, instead of those of %d tokens; "
             "lower learner.micro_batch_tokens if memory runs out",

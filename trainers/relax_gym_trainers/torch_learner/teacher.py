@@ -40,6 +40,7 @@ class TeacherSettings:
     share_prefix: bool
     trust_remote_code: bool
     media: MediaConfig
+    never_sampled: tuple[int, ...] = ()
 
 
 class FrozenTeacher(Teacher):
@@ -112,6 +113,7 @@ def load_teacher(
         chunk=settings.chunk,
         share_prefix=settings.share_prefix,
         processor=MediaProcessor.load(folder, settings.media, trust_remote_code=trust),
+        never_sampled=settings.never_sampled,
     )
     # Only now: the probes of Policy tell two ways to compute the same thing apart in float32.
     model.to(settings.device, settings.dtype)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from torch import Tensor
 from relax_gym.sampler import SamplingParams
 
 BLOCK = 256
-TINY = 1e-30
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -35,11 +34,11 @@ class BatchParams:
         self.device = device
         self.seeds = np.array(seeds, dtype=np.uint64)
         self.greedy = [row for row, p in enumerate(params) if p.temperature == 0]
-        self.biased = [row for row, p in enumerate(params) if p.logit_bias]
+        self.biased = any(p.logit_bias for p in params)
         self.filtered = [
             row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p)
         ]
-        entries = [(row, *entry) for row in self.biased for entry in params[row].logit_bias.items()]
+        entries = [(row, *entry) for row, p in enumerate(params) for entry in p.logit_bias.items()]
         self.bias_rows = torch.tensor([row for row, _, _ in entries], dtype=torch.long, device=device)
         self.bias_ids = torch.tensor([id for _, id, _ in entries], dtype=torch.long, device=device)
         self.bias = torch.tensor([value / (params[row].temperature or 1.0) for row, _, value in entries], device=device)
@@ -58,30 +57,23 @@ def sample(logits: Tensor, positions: NDArray[np.uint64], batch: BatchParams) ->
 
     `positions` [n] are the places the new tokens take in their contexts; with the row's seed they choose the uniform
     number whose inverse in the row's cumulative distribution is the token. The log-probs are those of the whole
-    distribution at the row's temperature, whatever filter chose the token.
+    distribution with the row's bias at its temperature, whatever filter chose the token.
     """
     scores = logits.float()
     if batch.temperature is not None:
         scores = scores / batch.temperature
-    probabilities = weights = torch.softmax(scores, dim=1)
-    if batch.biased or batch.filtered:
-        weights = probabilities.clone()
-    chosen = scores
     if batch.biased:
-        chosen = _biased(scores, batch)
-        weights[batch.biased] = torch.softmax(chosen[batch.biased], dim=1)
+        scores = scores.index_put((batch.bias_rows, batch.bias_ids), batch.bias, accumulate=True)
+    probabilities = weights = torch.softmax(scores, dim=1)
     if batch.filtered:
+        weights = probabilities.clone()
         weights[batch.filtered] = _filter(weights[batch.filtered], batch)
     numbers = torch.from_numpy(uniform(batch.seeds, positions)).to(logits.device)
     tokens = _inverse_cdf(weights, numbers)
     if batch.greedy:
-        tokens[batch.greedy] = chosen[batch.greedy].argmax(dim=1)
+        tokens[batch.greedy] = scores[batch.greedy].argmax(dim=1)
     picked = probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    logprobs = picked.double().log()
-    # Only a logit bias picks tokens so unlikely that their probability is rounded away.
-    if batch.biased and (tiny := picked < TINY).any():
-        logprobs[tiny] = torch.log_softmax(scores[tiny].double(), dim=1).gather(1, tokens[tiny].unsqueeze(1)).squeeze(1)
-    return tokens.tolist(), logprobs.tolist()
+    return tokens.tolist(), picked.double().log().tolist()
 
 
 def _blocks(weights: Tensor) -> Tensor:
@@ -114,10 +106,6 @@ def _first_above(parts: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     index = (cumulative <= target).sum(dim=1, keepdim=True)
     left = target - cumulative.gather(1, index) + parts.gather(1, index)
     return index.squeeze(1), left.clamp_(min=0).squeeze(1)
-
-
-def _biased(scores: Tensor, batch: BatchParams) -> Tensor:
-    return scores.index_put((batch.bias_rows, batch.bias_ids), batch.bias, accumulate=True)
 
 
 def _filter(weights: Tensor, batch: BatchParams) -> Tensor:
