@@ -54,4 +54,13 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "hang":
         time.sleep(600)
-    Server((arguments.host, arguments.port), Handler).serve_forever()
+    if behaviour == "dist":
+        sys.exit(
+            "torch.distributed.DistNetworkError: port: 29500, code: -98, name: EADDRINUSE, message: address in use"
+        )
+    address = (arguments.host, arguments.port)
+    try:
+        Server(address, Handler).serve_forever()
+    except OSError:  # the real one then waits for its warm-up, which waits for the server
+        print(f"ERROR: [Errno 98] error while attempting to bind on address {address}: address already in use")
+        time.sleep(600)

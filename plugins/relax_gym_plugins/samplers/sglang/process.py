@@ -217,6 +217,10 @@ class ServerProcess:
             while not await self._serves(http):
                 if not self.alive:
                     self._raise_ended()
+                if any(
+                    f", {self.port})" in line and PORT_TAKEN.search(line) for line in self._last_lines(SEARCHED_LINES)
+                ):
+                    raise PortTakenError(f"port {self.port} taken")  # SGLang has seen it too, but hangs on its way out
                 if time.monotonic() > deadline:
                     raise self._error(
                         f"is not ready after {self._timeout:g} s",
