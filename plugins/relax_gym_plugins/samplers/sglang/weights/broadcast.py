@@ -144,6 +144,7 @@ class BroadcastSender(WeightSender):
         then; others failed because of it and stay.
         """
         ours = asyncio.ensure_future(in_thread(act))
+        limit = self._timeout + 2 * self._farewell + LINGER  # longer than we wait below
         posts = {}
         for server in update.live:
             path, body = call(server)
