@@ -96,6 +96,11 @@ class FakeSGLang:
                 lambda: len(self.running) >= running and all(len(r.ids) >= tokens for r in self.running.values())
             )
 
+    async def until_idle(self) -> None:
+        """Wait until no request runs."""
+        async with self.held:
+            await self.held.wait_for(lambda: not self.running)
+
     async def go(self) -> None:
         """Let held requests go on."""
         self.hold = None

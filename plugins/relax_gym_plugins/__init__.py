@@ -11,7 +11,11 @@ def register_samplers() -> dict[str, Component]:
         "local": Component(
             factory="relax_gym_plugins.samplers.local.sampler:LocalSampler",
             options="relax_gym_plugins.samplers.local.options:LocalSamplerOptions",
-        )
+        ),
+        "sglang": Component(
+            factory="relax_gym_plugins.samplers.sglang.sampler:SGLangSampler",
+            options="relax_gym_plugins.samplers.sglang.options:SGLangSamplerOptions",
+        ),
     }
 
 

@@ -26,6 +26,11 @@ class EngineError(SamplerError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def refused(self) -> bool:
+        """Whether the request itself is at fault, so that sending it again would not help."""
+        return self.status is not None and 400 <= self.status < 500 and self.status not in (408, 429)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:

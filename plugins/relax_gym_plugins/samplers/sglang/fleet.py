@@ -127,6 +127,10 @@ class Fleet:
             async with self._changed:
                 self._changed.notify_all()
 
+    async def settled(self) -> None:
+        """Wait until every failed member is back or gone."""
+        await asyncio.gather(*self._tasks.values())
+
     async def drop(self, member: Member) -> None:
         """Close a member for good."""
         await member.close()

@@ -22,9 +22,10 @@ from relax_gym_plugins.samplers.sglang.engine import Engine, EngineError
 from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.protocol import BadReply, Piece
+from relax_gym_plugins.samplers.sglang.senders import build_sender
 from relax_gym_plugins.samplers.sglang.servers import attach, launch
 from relax_gym_plugins.samplers.sglang.session import SGLangSession
-from relax_gym_plugins.samplers.sglang.weights import build_sender
+from relax_gym_plugins.samplers.sglang.weights.base import Server
 from relax_gym_plugins.samplers.sglang.wire_media import WireMedia
 
 log = logging.getLogger("relax_gym")
@@ -113,11 +114,13 @@ class SGLangSampler(Sampler):
         await self.fleet.remove(member)
 
     async def _revive(self, member: Member) -> None:
+        """Connect a server and give it the current weights; whatever stopped it, it is not paused afterwards."""
         await member.connect()
         async with self._updating:
             if self._version >= 0:
                 _raise_first(await self._sender.open([member.engine]))
                 _raise_first(await self._sender.send([member.engine], self._kept, self._version))
+            await member.engine.resume()
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
@@ -138,17 +141,16 @@ class SGLangSampler(Sampler):
             self._counts["update_seconds"] += time.perf_counter() - start
 
     async def _send(self, weights: Weights, version: int) -> None:
-        """To all that serve. What fails comes back with a copy of these weights, as the learner goes on with its own."""
         weights = list(weights)
-        self._kept = await asyncio.to_thread(_copied, weights)
-        members = {member.engine: member for member in self.fleet.serving}
+        members: dict[Server, Member] = {member.engine: member for member in self.fleet.serving}
         flush = self.options.on_update != "keep" or not any(member.in_flight for member in members.values())
         failures = await self._sender.send(list(members), weights, version, flush=flush)
-        self._version = version
         for engine, error in failures.items():
             await self.fleet.quarantine(members[engine], error)
-        if members and not self.fleet.serving:
+        if not self.fleet.serving:
             raise SamplerError(f"no SGLang server took the weights: {self.fleet.failures()}")
+        # For servers that come back or join, as the learner goes on changing its own.
+        self._kept, self._version = await asyncio.to_thread(_copied, weights), version
 
     async def _each(self, members: Sequence[Member], call: Callable[[Engine], Awaitable[None]]) -> None:
         """One call for each member that serves; those that fail are quarantined."""

@@ -69,9 +69,10 @@ class SGLangSession(Session):
                 finish = await self._ask(prompt, params, media, partial)
             except (EngineError, BadReply) as error:
                 failures += 1
+                if isinstance(error, EngineError) and error.refused:
+                    raise
                 if failures > sampler.options.retries:
                     raise SamplerError(f"a request failed {failures} times, the last time: {error}") from error
-                await asyncio.sleep(0)
                 continue
             if before and params.stop and (length := sampler.stop_length(partial.ids, before, params.stop)):
                 partial.cut(length, len(prompt))
