@@ -130,13 +130,7 @@ class ChatRenderer:
         text = text[: min((at for string in stop if string and (at := text.find(string)) >= 0), default=len(text))]
         if not self.config.strip_thinking:
             return text
-        opened = self.template.opens_thinking if opened is None else opened
-        before, ended, after = text.partition("</think>")
-        if ended and (opened or "<think>" not in before):
-            text = after.lstrip()
-        elif opened:
-            return ""
-        return _THINKING.sub("", text)
+        return without_thinking(text, opened=self.template.opens_thinking if opened is None else opened)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """An expert's answer as the ids a policy would sample: the text and the id that ends the turn."""
@@ -269,6 +263,16 @@ class Conversation:
         if first:
             return self._template.render(messages, self._tools), False
         return self._template.continuation(messages, self._tools), False
+
+
+def without_thinking(text: str, *, opened: bool) -> str:
+    """What a model said aloud. Thinking without an end leaves nothing. `opened`: the prompt ended with `<think>`."""
+    before, ended, after = text.partition("</think>")
+    if ended and (opened or "<think>" not in before):
+        text = after.lstrip()
+    elif opened:
+        return ""
+    return _THINKING.sub("", text)
 
 
 def media_of(messages: Sequence[Message]) -> list[Media]:

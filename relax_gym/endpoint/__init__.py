@@ -1,0 +1,1 @@
+"""Evaluation of any model behind an OpenAI-compatible endpoint."""
