@@ -1,9 +1,9 @@
-"""A server that really receives weights: `python fake_sglang_weights.py new` serves one and prints its port.
+"""Servers that really receive weights: `python fake_sglang_weights.py new new old` serves three and prints their ports;
+an old one has no update sessions.
 
-`old` is one without update sessions.
-
-What it unpickles, joins and answers follows SGLang 0.5.23's `SafeUnpickler`, `init_custom_process_group` and
-`SchedulerWeightUpdaterManager`. It is a process of its own, as passing memory within one would prove nothing.
+What they unpickle, join and answer follows SGLang 0.5.23's `SafeUnpickler`, `init_custom_process_group` and
+`SchedulerWeightUpdaterManager`. Each is a process of its own: a group's name is taken once in each, and passing memory
+within one would prove nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import pickle
 import socket
 import sys
@@ -92,6 +93,7 @@ class FakeServer:
         self.faults: dict[str, list[str]] = {}
         self.calls: list[dict[str, Any]] = []
         self.groups: dict[str, Any] = {}
+        self.devices: dict[str, str] = {}
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
@@ -165,6 +167,8 @@ class FakeServer:
         )
         _world.pg_group_ranks[group] = {at: at for at in range(world)}
         self.groups[name] = group
+        # The learner has the first GPU.
+        self.devices[name] = f"cuda:{torch.cuda.device_count() - 1}" if body["backend"] == "nccl" else "cpu"
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
         if body["group_name"] not in self.groups:
@@ -180,7 +184,7 @@ class FakeServer:
             assert end % dtype.itemsize == 0
             start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
             places.append((name, dtype, shape, start, end))
-        flat = torch.empty(end, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+        flat = torch.empty(end, dtype=torch.uint8, device=self.devices[body["group_name"]])
         dist.broadcast(flat, src=0, group=group)
         self.calls[-1]["nbytes"] = end
         self.load({name: flat[a:b].view(dtype).reshape(shape) for name, dtype, shape, a, b in places}, body)
@@ -253,7 +257,7 @@ def describe(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype)[6:], list(tensor.shape), digest(tensor)]
 
 
-async def main(update_session: bool) -> None:
+async def serve(listener: socket.socket, update_session: bool) -> None:
     for module, found in STUBS.items():
         stub = types.ModuleType(module)
         setattr(stub, found.__name__, found)
@@ -262,12 +266,18 @@ async def main(update_session: bool) -> None:
     app.router.add_route("*", "/{path:.*}", FakeServer(update_session).handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
     await web.SockSite(runner, listener).start()
-    print(listener.getsockname()[1], flush=True)
     await asyncio.Event().wait()
 
 
+def main(kinds: list[str]) -> None:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in kinds]
+    print(json.dumps([listener.getsockname()[1] for listener in listeners]), flush=True)
+    for listener, kind in zip(listeners, kinds, strict=True):
+        if not os.fork():  # torch is imported once for all
+            asyncio.run(serve(listener, kind == "new"))
+    os.wait()
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] == "new"))
+    main(sys.argv[1:])

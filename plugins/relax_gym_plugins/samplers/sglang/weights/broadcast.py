@@ -148,9 +148,7 @@ class BroadcastSender(WeightSender):
         posts = {}
         for server in update.live:
             path, body = call(server)
-            posts[
-                asyncio.ensure_future(server.post(path, body, timeout=self._timeout + 2 * self._farewell + LINGER))
-            ] = server
+            posts[asyncio.ensure_future(server.post(path, body, timeout=limit))] = server
         try:
             pending = await _until_trouble([ours, *posts], self._timeout)
             for post in [post for post in posts if post.done()]:
