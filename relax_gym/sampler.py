@@ -95,6 +95,9 @@ class Sampler(ABC):
     async def update_weights(self, weights: Weights, version: int) -> None:
         """Take new weights; stamp `version` only once all of them are in. Caches of older versions are dropped."""
 
+    async def rest(self) -> None:  # noqa: B027 # most samplers have nothing to free
+        """No request comes until the next `update_weights`: free what the learner can use meanwhile."""
+
     @abstractmethod
     async def aclose(self) -> None:
         """Stop serving and free everything. Idempotent; also called when `start` failed or never came."""

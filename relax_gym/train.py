@@ -253,6 +253,8 @@ class Trainer:
         self._check_trainable(step, trajectories, dropped)
         batch = Batch(version=step, samples=samples)
         self._hook.on_batch(batch=batch)
+        if self._config.train.max_staleness == 0:  # otherwise the next rollouts have begun
+            await self._parts.sampler.rest()
         learner = await self._thread.call(self._learner.step, batch)
         clock.lap("train")
         await self._publish()

@@ -289,6 +289,28 @@ def test_k110_when_no_server_is_left_the_error_names_them(tmp_path: Path) -> Non
     using([server], use, tmp_path)
 
 
+def test_colocated_servers_have_no_memory_while_the_learner_trains(tmp_path: Path) -> None:
+    server = FakeSGLang()
+
+    async def use(sampler: SGLangSampler) -> Any:
+        server.calls.clear()
+        await sampler.rest()
+        await sampler.rest()
+        await sampler.update_weights(WEIGHTS, 1)
+        return await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=2))
+
+    assert using([server], use, tmp_path, colocate=True).versions == (1, 1)
+    assert server.calls == [
+        "flush_cache",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "pause_generation",
+        "update_weights_from_disk",
+        "resume_memory_occupation",
+        "continue_generation",
+    ]
+
+
 # Servers that come and go -----------------------------------------------------------------------------------------
 
 

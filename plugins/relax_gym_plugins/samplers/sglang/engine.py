@@ -48,6 +48,7 @@ class Engine:
         self.url = url
         self.info: dict[str, Any] = {}
         self.features = Features(version=(), update_session=False, loads=False)
+        self.released: tuple[str, ...] = ()
         self._headers, self._ca_file = dict(headers or {}), ca_file
         self._http: aiohttp.ClientSession | None = None
 
@@ -73,6 +74,7 @@ class Engine:
     async def move(self, url: str, headers: Mapping[str, str]) -> None:
         """Speak to another URL from now on."""
         await self.aclose()
+        self.released = ()
         self.url, self._headers = url, dict(headers)
 
     async def connect(self) -> None:
@@ -128,6 +130,19 @@ class Engine:
     async def flush(self) -> None:
         """Drop all cached keys, values and media features. Raises EngineError while requests run."""
         await self.post("/flush_cache")
+
+    async def release(self) -> None:
+        """Free the memory of weights, keys and values; they are lost. Raises EngineError while requests run."""
+        if not self.released:
+            await self.flush()
+            await self.post("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+            self.released = ("weights", "kv_cache")
+
+    async def restore(self, tag: str) -> None:
+        """Have the memory of "weights" or "kv_cache" again, if it was released."""
+        if tag in self.released:
+            await self.post("/resume_memory_occupation", {"tags": [tag]})
+            self.released = tuple(other for other in self.released if other != tag)
 
     async def running(self) -> int:
         """Requests that the server has, waiting ones included."""

@@ -49,7 +49,7 @@ class SGLangSampler(Sampler):
         )
         self._settings = settings.get_text_config()
         self._kept: list[tuple[str, torch.Tensor]] = []
-        self._sender = build_sender(options, context)
+        self._sender = build_sender(options, context, settings)
         self._updating = asyncio.Lock()
         self._counts: dict[str, float] = defaultdict(float)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -77,6 +77,7 @@ class SGLangSampler(Sampler):
         await asyncio.gather(*(member.connect() for member in members))
         for member in members:
             await self.fleet.serve(member)
+        await self.rest()
         self.open.set()
 
     def open_session(self) -> Session:
@@ -133,18 +134,26 @@ class SGLangSampler(Sampler):
             start, members = time.perf_counter(), self.fleet.serving
             self.open.clear()
             try:
+                await self._each(members, lambda engine: engine.restore("weights"))
                 await self._each(members, lambda engine: engine.pause(self.options.on_update))
                 await self._send(weights, version)
+                await self._each(members, lambda engine: engine.restore("kv_cache"))
             finally:
                 await self._each(members, Engine.resume)
                 self.open.set()
             self._counts["update_seconds"] += time.perf_counter() - start
 
+    async def rest(self) -> None:
+        """See `Sampler.rest`: with `colocate`, free the servers' weights, keys and values."""
+        if self.options.colocate:
+            await self._each(self.fleet.serving, Engine.release)
+
     async def _send(self, weights: Weights, version: int) -> None:
         weights = list(weights)
         members: dict[Server, Member] = {member.engine: member for member in self.fleet.serving}
-        flush = self.options.on_update != "keep" or not any(member.in_flight for member in members.values())
-        failures = await self._sender.send(list(members), weights, version, flush=flush)
+        busy = self.options.on_update == "keep" and any(member.in_flight for member in members.values())
+        empty = any("kv_cache" in member.engine.released for member in members.values())
+        failures = await self._sender.send(list(members), weights, version, flush=not busy and not empty)
         for engine, error in failures.items():
             await self.fleet.quarantine(members[engine], error)
         if not self.fleet.serving:
