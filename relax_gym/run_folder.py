@@ -70,8 +70,12 @@ class RunFolder:
             self._note_other_steps()
         with _explained(self.path):
             if not self._resume:
-                _write(self.path / "manifest.json", json.dumps(self._manifest(), indent=2, default=str).encode())
-            _write(self._config_path, dump_config(self._config).encode())  # last: it is what makes this a run folder
+                write_atomically(
+                    self.path / "manifest.json", json.dumps(self._manifest(), indent=2, default=str).encode()
+                )
+            write_atomically(
+                self._config_path, dump_config(self._config).encode()
+            )  # last: it is what makes this a run folder
             self.truncate(start_step or -1)
 
     def _note_other_steps(self) -> None:
@@ -100,7 +104,7 @@ class RunFolder:
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line to metrics.jsonl."""
-        _append(self.metrics_path, {"step": step, **metrics})
+        append_line(self.metrics_path, {"step": step, **metrics})
 
     def add_group(self, step: int, group: Group, *, kind: str) -> None:
         """Append the group's episodes to episodes.jsonl.
@@ -109,12 +113,12 @@ class RunFolder:
         """
         where = {"step": step, "kind": kind, "group_id": group.group_id, "slot": group.slot, "attempt": group.attempt}
         for trajectory in group.trajectories:
-            _append(self.episodes_path, {**where, **episode_record(trajectory)}, self._media.keep)
+            append_line(self.episodes_path, {**where, **episode_record(trajectory)}, self._media.keep)
 
     def truncate(self, step: int) -> None:
         """Forget metrics and episodes later than `step`: they will be made again."""
-        _keep_lines(self.metrics_path, lambda line: line["step"] <= step)
-        _keep_lines(self.episodes_path, lambda line: line["step"] <= step)
+        keep_lines(self.metrics_path, lambda line: line["step"] <= step)
+        keep_lines(self.episodes_path, lambda line: line["step"] <= step)
 
     def close(self) -> None:
         """Wait for the media that are still being written. Idempotent."""
@@ -256,7 +260,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, record
 
 
-def _append(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
+def append_line(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
+    """Append a record to a .jsonl file; of media, what `keep` says."""
     line = json.dumps(_plain(record, keep), ensure_ascii=False) + "\n"
     with path.open("ab") as file:
         file.write(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
@@ -279,12 +284,13 @@ def _plain(value: Any, keep: Callable[[Media], Any], depth: int = 0) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Forget the records that are not wanted, and a last line that was cut short."""
     if path.exists():
-        _write(path, b"".join(line + b"\n" for line, record in _lines(path) if wanted(record)))
+        write_atomically(path, b"".join(line + b"\n" for line, record in _lines(path) if wanted(record)))
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file in one rename."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(content)
