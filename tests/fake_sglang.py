@@ -46,7 +46,10 @@ class FakeSGLang:
     of the reply (None removes one; keys with a dot reach into meta_info).
     """
 
-    def __init__(self, *, version: str = "0.5.23", update_session: bool = True, spans: bool = True) -> None:
+    def __init__(
+        self, *, version: str = "0.5.23", update_session: bool = True, spans: bool = True, tokenizer: Any = None
+    ) -> None:
+        self.tokenizer = tokenizer
         self.release, self.update_session, self.spans = version, update_session, spans
         self.weight_version = "default"
         self.faults: list[Any] = []
@@ -148,6 +151,8 @@ class FakeSGLang:
             request.versions.append(self.weight_version)
             if token in params["stop_token_ids"]:
                 request.finish = {"type": "stop", "matched": token}
+            elif any(stop in self.tokenizer.decode(request.ids) for stop in params["stop"]):
+                request.finish = {"type": "stop", "matched": "a stop string"}
             elif len(request.ids) >= request.asked:
                 request.finish = {"type": "length", "length": request.asked}
 
