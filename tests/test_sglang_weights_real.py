@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from sglang_kit import cpu_server
+from transformers import AutoTokenizer, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from relax_gym.models import load_language_model
 from relax_gym_plugins.samplers.sglang.engine import Engine
@@ -18,6 +19,7 @@ from relax_gym_plugins.samplers.sglang.weights.broadcast import BroadcastSender
 from relax_gym_plugins.samplers.sglang.weights.checksums import Checked
 from relax_gym_plugins.samplers.sglang.weights.disk import DiskSender
 from relax_gym_plugins.samplers.sglang.weights.ipc import IpcSender
+from relax_gym_plugins.samplers.sglang.weights.names import checkpoint_names
 
 pytest_plugins = ["sglang_fixtures"]
 pytestmark = pytest.mark.sglang
@@ -113,5 +115,38 @@ def test_k108_checksums_of_a_real_server_tell_tensors_apart(engine: Engine, tiny
             ((_, error),) = (await checked.verify([engine])).items()
             assert "1 tensors differ" in str(error)
         await engine.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_real_server_takes_experts(tiny_qwen3: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3)
+    shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+    config = Qwen3MoeConfig(
+        **shape, **layers, num_experts_per_tok=2, vocab_size=len(tokenizer), norm_topk_prob=True, initializer_range=0.2
+    )
+    folder = tmp_path / "moe"
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    async def run() -> None:
+        server = cpu_server(folder, tmp_path / "log")
+        try:
+            await server.start()
+            engine = Engine(server.url, headers=server.headers)
+            await engine.connect()
+            for number, way in enumerate(WAYS):
+                model = changed(folder, 50 + number)
+                assert "model.layers.1.mlp.experts.gate_up_proj" in dict(model.named_parameters())
+                sender = build(way, folder, tmp_path / "weights")
+                weights = checkpoint_names(model.named_parameters(), config.model_type)
+                assert await sender.send([engine], weights, number) == {}
+                got, _ = await served(engine)
+                torch.testing.assert_close(torch.tensor(got), torch.tensor(logprobs(model)), atol=2e-4, rtol=0)
+                await sender.close()
+            await engine.aclose()
+        finally:
+            await server.stop()
 
     asyncio.run(run())

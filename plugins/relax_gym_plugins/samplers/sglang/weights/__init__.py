@@ -5,5 +5,15 @@ from relax_gym_plugins.samplers.sglang.weights.broadcast import BroadcastSender
 from relax_gym_plugins.samplers.sglang.weights.checksums import Checked
 from relax_gym_plugins.samplers.sglang.weights.disk import DiskSender
 from relax_gym_plugins.samplers.sglang.weights.ipc import IpcSender
+from relax_gym_plugins.samplers.sglang.weights.names import checkpoint_names
 
-__all__ = ["BroadcastSender", "Checked", "DiskSender", "Failures", "IpcSender", "Server", "WeightSender"]
+__all__ = [
+    "BroadcastSender",
+    "Checked",
+    "DiskSender",
+    "Failures",
+    "IpcSender",
+    "Server",
+    "WeightSender",
+    "checkpoint_names",
+]
