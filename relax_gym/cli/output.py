@@ -38,7 +38,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     Console(width=width).print(table)
 
 
-def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
+def parse_kwargs(pairs: Sequence[str], *, option: str = "--kwargs") -> dict[str, Any]:
     """`["level=3", "style=terse"]` → mapping; values are TOML, anything else is a string.
 
     Raises:
@@ -50,7 +50,7 @@ def parse_kwargs(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         key, separator, text = pair.partition("=")
         if not separator or not key.strip():
-            raise ConfigError(f"--kwargs {pair!r} is malformed; write --kwargs key=value")
+            raise ConfigError(f"{option} {pair!r} is malformed; write {option} key=value")
         kwargs[key.strip()] = parse_value(text)
     return kwargs
 

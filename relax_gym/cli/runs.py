@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from relax_gym.cli import endpoints
+
 if TYPE_CHECKING:
     from relax_gym.types import Trajectory
 
@@ -56,19 +58,53 @@ def train(
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="CONFIG_OR_RUN", help="A TOML file, or the folder of a run.")],
+    context: typer.Context,
+    run: Annotated[
+        str, typer.Argument(metavar="CONFIG_OR_RUN_OR_ENV", help="A TOML file, the folder of a run, or an env's id.")
+    ],
     checkpoint: Annotated[
         str | None, typer.Option(help="Step of a checkpoint of the run, or a model folder. Default: the newest.")
     ] = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="Episodes of each env.")] = None,
     set_: Overrides = None,
+    endpoint: endpoints.Url = None,
+    model: endpoints.Model = None,
+    key_env: endpoints.KeyEnv = None,
+    seed: endpoints.Seed = 0,
+    attempts: endpoints.Attempts = 1,
+    k: endpoints.Ks = None,
+    concurrency: endpoints.Concurrency = 16,
+    temperature: endpoints.Temperature = None,
+    max_tokens: endpoints.MaxTokens = None,
+    max_turns: endpoints.MaxTurns = 8,
+    body: endpoints.Body = None,
+    send_seed: endpoints.SendSeed = True,
+    reward: endpoints.Rewards = None,
+    all_rows: endpoints.AllRows = False,
+    timeout: endpoints.Timeout = 300.0,
+    deadline: endpoints.Deadline = 900.0,
+    retries: endpoints.Retries = 8,
+    out: endpoints.Out = None,
+    resume: endpoints.Resume = False,
 ) -> None:
-    """Play the held-out episodes and print how they went."""
+    """Play the held-out episodes and print how they went.
+
+    With --endpoint, those of an ENV are played by a model behind an OpenAI-compatible endpoint: see docs/evaluation.md.
+    """
+    endpoints.refuse_foreign(context)
+    if endpoint is None:
+        evaluate_checkpoint(Path(run), checkpoint, episodes, set_ or ())
+    else:
+        endpoints.evaluate(context.params)
+
+
+def evaluate_checkpoint(run: Path, checkpoint: str | None, episodes: int | None, overrides: Sequence[str]) -> None:
+    """Evaluate a model that the config's own sampler plays, and print a table."""
     from relax_gym.cli.output import print_table
     from relax_gym.config import load_config
     from relax_gym.evaluate import evaluate_run
 
-    config = load_config(run / "config.toml" if run.is_dir() else run, set_ or ())
+    config = load_config(run / "config.toml" if run.is_dir() else run, overrides)
     model = find_model(run, checkpoint)
     result = evaluate_run(config, model_path=model, episodes=episodes)
     print(f"model: {model or config.model.name}")

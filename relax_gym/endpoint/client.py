@@ -90,6 +90,10 @@ class EndpointConfig:
 class Endpoint:
     """Asks for completions. One client serves all episodes, in one event loop.
 
+    Attributes:
+        answered: whether any request ever was.
+        failed_in_row: requests that have failed for good since one was answered.
+
     Raises:
         ConfigError: the URL is none, holds a password, or the environment variable of the key is not set.
     """
@@ -97,6 +101,7 @@ class Endpoint:
     def __init__(self, config: EndpointConfig, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self.config = config
         self.url = base_url(config.url) + PATH
+        self.answered, self.failed_in_row = False, 0
         self._key = _key(config.key_env)
         self._sleep = sleep
         self._random = random.Random()
@@ -114,6 +119,23 @@ class Endpoint:
             body["tools"] = list(tools)
         if seed is not None:
             body["seed"] = seed
+        try:
+            reply = await self._retried(body)
+        except PromptTooLong:
+            raise
+        except EndpointError:
+            self.failed_in_row += 1
+            raise
+        self.answered, self.failed_in_row = True, 0
+        return reply
+
+    async def aclose(self) -> None:
+        """Close connections. Idempotent."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def _retried(self, body: Mapping[str, Any]) -> Reply:
         clock = asyncio.get_running_loop().time
         end, tries = clock() + self.config.deadline, 0
         while True:
@@ -126,12 +148,6 @@ class Endpoint:
                     raise self._failed(fault, tries) from fault
                 log.info("%s; trying again in %.1f s", fault, wait)
             await self._sleep(wait)
-
-    async def aclose(self) -> None:
-        """Close connections. Idempotent."""
-        http, self._http = self._http, None
-        if http is not None:
-            await http.close()
 
     async def _try(self, body: Mapping[str, Any], timeout: float) -> Reply:
         if self._http is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from relax_gym.endpoint.replies import Call, Reply
@@ -33,16 +34,18 @@ class Conversation:
         if reply is not None:
             assistant, observation = _linked(reply, observation)
             self.messages.append(assistant)
-        for message in observation:
-            self.messages += as_openai(message)
+        for _, alike in groupby(observation, key=lambda message: message["role"] == "tool"):
+            written = [as_openai(message) for message in alike]
+            self.messages += [message for message, _ in written]
+            self.messages += [media for _, media in written if media is not None]  # results of one answer stay together
 
     def answer(self, reply: Reply) -> None:
         """Remember what the model said; it is written when the env's answer to it is known."""
         self._reply = reply
 
 
-def as_openai(message: Message) -> list[Message]:
-    """A message of an env in the form of the API. Media of a tool's result follow it in a message of the user.
+def as_openai(message: Message) -> tuple[Message, Message | None]:
+    """A message of an env in the form of the API, and a message of the user with the media of a tool's result.
 
     Most servers take media from users only.
     """
@@ -52,11 +55,11 @@ def as_openai(message: Message) -> list[Message]:
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [_call(call, number).as_json for number, call in enumerate(calls, start=1)]
     if message["role"] != "tool" or not parts:
-        return [{**out, "content": parts or content}]
+        return {**out, "content": parts or content}, None
     text = [part for part in parts if part["type"] == "text"]
     media = [part for part in parts if part["type"] != "text"]
-    result = {**out, "content": "\n".join(part["text"] for part in text) or "It is in the next message."}
-    return [result, {"role": "user", "content": media}] if media else [result]
+    result = {**out, "content": "\n".join(part["text"] for part in text) or "See the message of the user below."}
+    return result, {"role": "user", "content": media} if media else None
 
 
 def _linked(reply: Reply, observation: Sequence[Message]) -> tuple[Message, list[Message]]:

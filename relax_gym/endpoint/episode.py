@@ -35,6 +35,10 @@ class Played:
     fault: Fault | None
     cause: Exception | None
 
+    def with_trajectory(self, trajectory: Trajectory) -> Played:
+        """The same with a trajectory that is scored."""
+        return dataclasses.replace(self, trajectory=trajectory)
+
 
 async def play(
     task: Task,

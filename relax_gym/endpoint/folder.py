@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 
 from relax_gym.config import read_toml
+from relax_gym.endpoint.statistics import in_short
 from relax_gym.errors import RunFolderError
 from relax_gym.media.files import MediaFolder
 from relax_gym.run_folder import append_line, keep_lines, read_lines, write_atomically
@@ -43,13 +44,13 @@ class EvalFolder:
                 write_atomically(self._config, tomli_w.dumps(settings).encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {str(path)!r}: {error.strerror}; choose another with --out") from error
-        self.records: list[Mapping[str, Any]] = list(read_lines(self._episodes))
+        self.records = [in_short(record) for record in read_lines(self._episodes)]
         self._media = MediaFolder(path / "media", KEPT_GIB * 2**30)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append one finished episode."""
         append_line(self._episodes, record, self._media.keep)
-        self.records.append(record)
+        self.records.append(in_short(record))
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write results.json."""

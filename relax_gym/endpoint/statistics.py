@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+NEEDED = ("slot", "attempt", "fault", "correct", "reward", "usage", "seconds", "stop_reason")
 Record = Mapping[str, Any]
 Estimate = dict[str, float | int | None]
 """`mean`, its standard error `stderr` (None for fewer than two tasks), and the number of `tasks` they are from."""
@@ -32,8 +33,13 @@ def estimate(of_tasks: Sequence[float]) -> Estimate | None:
     return {"mean": mean, "stderr": math.sqrt(spread / (tasks - 1) / tasks) if tasks > 1 else None, "tasks": tasks}
 
 
+def in_short(record: Mapping[str, Any]) -> Record:
+    """Of a line of episodes.jsonl, what `summarise` needs: many episodes do not fit into memory whole."""
+    return {**{key: record[key] for key in NEEDED}, "turns": len(record["turns"])}
+
+
 def summarise(records: Iterable[Record], ks: Sequence[int]) -> dict[str, Any]:
-    """What results.json says.
+    """What results.json says of these records, each `in_short`.
 
     An episode whose requests failed says nothing about the model: it is counted in `errors`, and nowhere else. One
     whose env failed is not solved, and has no reward. `accuracy` and `pass@k` are None where no env reports
@@ -52,7 +58,7 @@ def summarise(records: Iterable[Record], ks: Sequence[int]) -> dict[str, Any]:
         "reward": estimate([_mean(values) for values in rewards]),
         "accuracy": estimate([_mean(values) for values in solved]),
         "pass@k": {str(k): estimate([pass_at_k(len(v), round(sum(v)), k) for v in solved if len(v) >= k]) for k in ks},
-        "turns": _mean([len(record["turns"]) for record in counting]) if counting else None,
+        "turns": _mean([record["turns"] for record in counting]) if counting else None,
         "prompt_tokens": sum(record["usage"]["prompt"] for record in records),
         "completion_tokens": sum(record["usage"]["completion"] for record in records),
         "seconds": math.fsum(record["seconds"] for record in records),
