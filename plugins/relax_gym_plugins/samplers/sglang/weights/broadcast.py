@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_gym.errors import SamplerError
+from relax_gym.errors import SamplerError, reason
 from relax_gym.sampler import Weights
 from relax_gym_plugins.samplers.sglang.weights.base import FAREWELL, Failures, Server, Update, WeightSender
 from relax_gym_plugins.samplers.sglang.weights.buckets import BUCKET_BYTES, Bucket, buckets
@@ -49,6 +49,7 @@ class BroadcastSender(WeightSender):
         self._farewell = min(FAREWELL, timeout)
         self._group: Group | None = None
         self._members: tuple[Server, ...] = ()
+        self._trouble = "the servers' logs may say why"
 
     async def open(self, servers: Sequence[Server]) -> Failures:
         """See `WeightSender.open`. Raises SamplerError when NCCL was started otherwise than the servers do."""
@@ -80,7 +81,7 @@ class BroadcastSender(WeightSender):
             if not update.live or await self._broadcast(update, bucket, flat, extra):
                 return
         for server in tuple(update.live):
-            update.drop(server, SamplerError(f"{server.url}: no broadcast of weights succeeded"))
+            update.drop(server, SamplerError(f"{server.url}: no broadcast of weights succeeded: {self._trouble}"))
 
     async def _broadcast(self, update: Update, bucket: Bucket, flat: Tensor, extra: dict[str, Any]) -> bool:
         group = self._group
@@ -105,7 +106,7 @@ class BroadcastSender(WeightSender):
             await self._leave()
             await self._join(update)
         for server in tuple(update.live):
-            update.drop(server, SamplerError(f"{server.url} did not join the group for weights"))
+            update.drop(server, SamplerError(f"{server.url} did not join the group for weights: {self._trouble}"))
 
     async def _join(self, update: Update) -> None:
         self._members = members = tuple(update.live)
@@ -161,9 +162,14 @@ class BroadcastSender(WeightSender):
                 await asyncio.wait(waiting, timeout=self._farewell)
             for post in waiting:
                 if not post.done():
-                    error = SamplerError(f"{posts[post].url} did not take its part within {self._timeout:g} s")
-                    update.drop(posts[post], error)
+                    late = SamplerError(f"{posts[post].url} did not take its part within {self._timeout:g} s")
+                    update.drop(posts[post], late)
+            if ours.done() and (error := ours.exception()):
+                self._trouble = reason(error)
             return False
+        except BaseException:
+            await self._leave()  # in the middle of something
+            raise
         finally:
             await _cancel([ours, *posts])
 

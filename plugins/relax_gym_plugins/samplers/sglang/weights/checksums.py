@@ -1,4 +1,4 @@
-"""Whether servers hold the very bytes that were sent, by the checksums of `/weights_checker` (0.5.22 and newer)."""
+"""Whether servers hold the very bytes that were sent, by checksums of `/weights_checker` as 0.5.23 computes them."""
 
 from __future__ import annotations
 
