@@ -28,6 +28,7 @@ class FakeOpenAI:
         self.bodies: list[Body] = []
         self.headers: list[dict[str, str]] = []
         self.most_at_once = self._now = 0
+        self._came = threading.Condition()
         self.refuse: Callable[[Body], str | None] = lambda body: None
         self.url = ""
 
@@ -66,9 +67,16 @@ class FakeOpenAI:
             thread.join()
             loop.close()
 
+    def wait_for(self, requests: int) -> None:
+        """From another thread: wait until so many requests have come."""
+        with self._came:
+            assert self._came.wait_for(lambda: len(self.bodies) >= requests, timeout=60)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.bodies.append(body)
+        with self._came:
+            self.bodies.append(body)
+            self._came.notify_all()
         self.headers.append(dict(request.headers))
         self._now += 1
         self.most_at_once = max(self.most_at_once, self._now)
