@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,12 +35,25 @@ class Member:
     state: State = State.JOINING
     in_flight: int = 0
     sessions: int = 0
+    ranks: Counter[int] = field(default_factory=Counter)
     strikes: int = 0
     error: str = ""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.idle.set()
+
+    def take_session(self) -> int:
+        """One session more; which of the server's copies of the model is to serve it."""
+        rank = min(range(self.engine.dp_size), key=self.ranks.__getitem__)
+        self.sessions += 1
+        self.ranks[rank] += 1
+        return rank
+
+    def leave_session(self, rank: int) -> None:
+        """One session less."""
+        self.sessions -= 1
+        self.ranks[rank] -= 1
 
 
 class Fleet:

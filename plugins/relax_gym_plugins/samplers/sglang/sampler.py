@@ -22,10 +22,12 @@ from relax_gym_plugins.samplers.sglang.engine import Engine, EngineError
 from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.protocol import BadReply, Piece
-from relax_gym_plugins.samplers.sglang.senders import build_sender
+from relax_gym_plugins.samplers.sglang.senders import build_sender, servers_dtype
 from relax_gym_plugins.samplers.sglang.servers import attach, launch
 from relax_gym_plugins.samplers.sglang.session import SGLangSession
-from relax_gym_plugins.samplers.sglang.weights.base import Server
+from relax_gym_plugins.samplers.sglang.weights.base import Failures, Server
+from relax_gym_plugins.samplers.sglang.weights.checksums import Checked
+from relax_gym_plugins.samplers.sglang.weights.names import checkpoint_names
 from relax_gym_plugins.samplers.sglang.wire_media import WireMedia
 
 log = logging.getLogger("relax_gym")
@@ -49,7 +51,8 @@ class SGLangSampler(Sampler):
         )
         self._settings = settings.get_text_config()
         self._kept: list[tuple[str, torch.Tensor]] = []
-        self._sender = build_sender(options, context, settings)
+        self._dtype = servers_dtype(options, settings)
+        self._sender = build_sender(options, context, self._dtype)
         self._updating = asyncio.Lock()
         self._counts: dict[str, float] = defaultdict(float)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -75,6 +78,7 @@ class SGLangSampler(Sampler):
         ]
         self.fleet.members += members
         await asyncio.gather(*(member.connect() for member in members))
+        _raise_first(await self._sender.open([member.engine for member in members]))
         for member in members:
             await self.fleet.serve(member)
         await self.rest()
@@ -120,7 +124,7 @@ class SGLangSampler(Sampler):
         async with self._updating:
             if self._version >= 0:
                 _raise_first(await self._sender.open([member.engine]))
-                _raise_first(await self._sender.send([member.engine], self._kept, self._version))
+                _raise_first(await self._bring([member.engine], self._kept, self._version))
             await member.engine.resume()
 
     # Weights ----------------------------------------------------------------------------------------------------------
@@ -149,17 +153,27 @@ class SGLangSampler(Sampler):
             await self._each(self.fleet.serving, Engine.release)
 
     async def _send(self, weights: Weights, version: int) -> None:
-        weights = list(weights)
+        weights = list(checkpoint_names(weights, self._settings.model_type))
         members: dict[Server, Member] = {member.engine: member for member in self.fleet.serving}
         busy = self.options.on_update == "keep" and any(member.in_flight for member in members.values())
         empty = any("kv_cache" in member.engine.released for member in members.values())
-        failures = await self._sender.send(list(members), weights, version, flush=not busy and not empty)
+        failures = await self._bring(list(members), weights, version, flush=not busy and not empty)
         for engine, error in failures.items():
             await self.fleet.quarantine(members[engine], error)
         if not self.fleet.serving:
             raise SamplerError(f"no SGLang server took the weights: {self.fleet.failures()}")
         # For servers that come back or join, as the learner goes on changing its own.
         self._kept, self._version = await asyncio.to_thread(_copied, weights), version
+
+    async def _bring(
+        self, servers: Sequence[Server], weights: Weights, version: int, *, flush: bool = True
+    ) -> Failures:
+        if not self.options.verify_weights:
+            return await self._sender.send(servers, weights, version, flush=flush)
+        gpu = any(member.engine.info.get("device") != "cpu" for member in self.fleet.members)
+        checked = Checked(weights, self._dtype, gpu=gpu)
+        failed = dict(await self._sender.send(servers, checked, version, flush=flush))
+        return failed | await checked.verify([server for server in servers if server not in failed])
 
     async def _each(self, members: Sequence[Member], call: Callable[[Engine], Awaitable[None]]) -> None:
         """One call for each member that serves; those that fail are quarantined."""

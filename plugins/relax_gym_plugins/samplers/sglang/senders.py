@@ -13,10 +13,11 @@ from relax_gym_plugins.samplers.sglang.weights.disk import DiskSender
 from relax_gym_plugins.samplers.sglang.weights.ipc import IpcSender
 
 
-def build_sender(options: SGLangSamplerOptions, context: RunContext, model: PretrainedConfig) -> WeightSender:
-    """What `sampler.sync` names; "auto" is ipc for launched servers and disk for attached ones."""
-    dtype, timeout = servers_dtype(options, model), options.update_timeout
-    sync = options.sync if options.sync != "auto" else "disk" if options.urls else "ipc"
+def build_sender(options: SGLangSamplerOptions, context: RunContext, dtype: torch.dtype | None) -> WeightSender:
+    """What `sampler.sync` names; "auto" is ipc for launched servers, and disk for attached ones and for several copies
+    of the model behind one URL."""
+    timeout, several = options.update_timeout, int(options.server_args.get("dp_size", 1)) > 1
+    sync = options.sync if options.sync != "auto" else "disk" if options.urls or several else "ipc"
     if sync == "disk":
         return DiskSender(context.run_dir / "weights", context.model_path, dtype=dtype, timeout=timeout)
     if sync == "ipc":

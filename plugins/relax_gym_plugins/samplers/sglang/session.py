@@ -53,6 +53,7 @@ class SGLangSession(Session):
     def __init__(self, sampler: SGLangSampler) -> None:
         self._sampler = sampler
         self._member: Member | None = None
+        self._rank = 0
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
@@ -105,6 +106,7 @@ class SGLangSession(Session):
                 "logprob_start_len": -1,
                 **await sampler.media.body(media),
                 **({"return_routed_experts": True} if sampler.options.routed_experts else {}),
+                **({"routed_dp_rank": self._rank} if member.engine.dp_size > 1 else {}),
                 **({"extra_key": str(version)} if sampler.options.on_update == "keep" else {}),
             }
             try:
@@ -130,10 +132,10 @@ class SGLangSession(Session):
         if member is not self._member:
             self.close()
             self._member = member
-            member.sessions += 1
+            self._rank = member.take_session()
 
     def close(self) -> None:
         """See `Session.close`."""
         if self._member is not None:
-            self._member.sessions -= 1
+            self._member.leave_session(self._rank)
             self._member = None
