@@ -168,9 +168,15 @@ def sureness(logprob: float) -> str:
 
 def _turn_facts(turn: Record) -> str:
     reward = "the env did not answer" if turn["reward"] is None else f"reward {turn['reward']:g}"
-    versions = sorted(set(turn["versions"]))
-    tokens = f"{len(turn['token_ids'])} tokens of version {', '.join(map(str, versions)) or '-'}"
-    return f"  {reward}  {tokens}  finish {turn['finish_reason']}\n"
+    return f"  {reward}  {token_facts(turn)}  finish {turn['finish_reason']}\n"
+
+
+def token_facts(turn: Record) -> str:
+    """How many tokens of which versions were sampled; an endpoint gives text, not tokens."""
+    if not turn["context_ids"]:
+        return "text only"
+    versions = ", ".join(map(str, sorted(set(turn["versions"]))))
+    return f"{len(turn['token_ids'])} tokens of version {versions or '-'}"
 
 
 def _ending(record: Record) -> Text:

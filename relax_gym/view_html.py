@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from relax_gym.errors import RunFolderError
 from relax_gym.media.files import MIME
-from relax_gym.view import MAX_REPEATS, Record, pieces, printable, sureness
+from relax_gym.view import MAX_REPEATS, Record, pieces, printable, sureness, token_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,8 +106,7 @@ def _score(value: float | None, failure: str | None) -> str:
 
 
 def _turn(media: _MediaElements, turn: Record, number: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    versions = ", ".join(map(str, sorted(set(turn["versions"])))) or "–"
-    facts = f"{len(turn['token_ids'])} tokens of version {versions} · finish {turn['finish_reason']}"
+    facts = f"{token_facts(turn)} · finish {turn['finish_reason']}"
     segment = (
         '<p class="note">New segment: this prompt does not extend the one before.</p>' if turn["new_segment"] else ""
     )

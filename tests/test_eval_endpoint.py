@@ -280,6 +280,12 @@ def test_a_conversation_that_is_too_long_ends_its_episode_only(fake: FakeOpenAI,
     assert results["errors"] == {"request": 0, "env": 0}
 
 
+def test_max_tokens_beyond_the_context_are_no_zeros(fake: FakeOpenAI, tmp_path: Path) -> None:
+    fake.refuse = lambda body: "Requested token count exceeds the model's maximum context length of 4096 tokens."
+    with pytest.raises(EndpointError, match="a smaller --max-tokens leaves more room"):
+        evaluate_endpoint(evaluation(fake, tmp_path))
+
+
 def test_k80_an_unknown_tool_is_answered_as_in_training(fake: FakeOpenAI, tmp_path: Path) -> None:
     def lost(body: Body) -> Body:
         if body["messages"][-1]["role"] == "tool":
@@ -335,6 +341,7 @@ def test_view_shows_the_episodes(fake: FakeOpenAI, tmp_path: Path) -> None:
     text = render_episode(shown, run_tokenizer(tmp_path)).plain
     assert "user: guess 1-4" in text
     assert f"model: {shown['turns'][0]['text']}" in text
+    assert "text only  finish stop" in text
     assert "stop env_done" in text
 
 

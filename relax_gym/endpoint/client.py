@@ -178,7 +178,7 @@ class Endpoint:
         if status >= 500 or status in PASSING:
             return _Passing(message, status, retry_after(headers.get("Retry-After")))
         if status in (400, 413, 422) and TOO_LONG.search(said):
-            return PromptTooLong(message, status=status)
+            return PromptTooLong(f"{message} (a smaller --max-tokens leaves more room)", status=status)
         if 300 <= status < 400:
             message += f" (moved to {headers.get('Location')}; give that address with --endpoint)"
         elif status in (401, 403):

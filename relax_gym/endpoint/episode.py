@@ -113,6 +113,8 @@ class _Episode:
             try:
                 reply = await self._endpoint.complete(conversation.messages, tools, seed)
             except PromptTooLong:
+                if not self._endpoint.answered:
+                    raise  # more likely the evaluation is set up wrongly than that all tasks are too long
                 return StopReason.TOKEN_BUDGET if self.turns else StopReason.PROMPT_TOO_LONG
             conversation.answer(reply)
             self._add(reply, time.perf_counter() - start)
@@ -126,10 +128,11 @@ class _Episode:
                 return StopReason.MAX_TURNS
 
     def report(self, cause: Exception) -> EpisodeError:
-        """Say in the log what went wrong, and where."""
-        task, origin = self.driver.task, cause.__cause__ or cause
-        shown = "" if isinstance(cause, EndpointError) else "".join(traceback.format_exception(origin))
-        log.warning("env %s, seed %d, turn %d: %s\n%s", task.env_id, task.seed, len(self.turns), cause, shown)
+        """What went wrong, and where; of what is no fault of the endpoint, with its traceback, in the log too."""
+        task, shown = self.driver.task, ""
+        if not isinstance(cause, EndpointError):
+            shown = "".join(traceback.format_exception(cause.__cause__ or cause))
+            log.warning("env %s, seed %d, turn %d: %s\n%s", task.env_id, task.seed, len(self.turns), cause, shown)
         return EpisodeError(
             env_id=task.env_id, seed=task.seed, turn=len(self.turns), message=str(cause), traceback=shown
         )

@@ -219,6 +219,7 @@ class _Evaluation:
             raise played.cause
         if (failed := self._endpoint.failed_in_row) >= GIVE_UP_AFTER:
             raise EndpointError(f"{failed} requests in a row have failed; continue with --resume. {played.cause}")
+        log.warning("%s is an error: %s", played.trajectory.episode_id, played.cause)
 
 
 def _record(played: Played, slot: int, attempt: int) -> dict[str, Any]:
