@@ -1,0 +1,72 @@
+"""Images on a real SGLang server, in any turn: its log-probs are those of one plain forward, after new weights too.
+
+The images need no scaling, which another version of torchvision rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from media_kit import image
+from sglang_kit import CPU_ARGUMENTS, CPU_ENVIRONMENT, sglang_python
+from test_media_sampling import Played, Plan, check, episodes
+
+from relax_gym.config import RunConfig
+from relax_gym.context import RunContext
+from relax_gym.models import load_language_model
+from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
+from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
+
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("one_thread")]
+NAME = "qwen3_vl"
+
+
+def make_sampler(folder: Path) -> SGLangSampler:
+    path = families.folder(NAME)
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": str(path)},
+            "env": [{"id": "test/None-v0"}],
+            "algorithm": {"name": "grpo"},
+            "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    context = RunContext(
+        config=config,
+        run_dir=folder,
+        model_path=path,
+        tokenizer=families.renderer(NAME).tokenizer,
+        processor=families.processor(NAME),
+    )
+    return SGLangSampler(
+        context, SGLangSamplerOptions(python=sglang_python(), server_args=CPU_ARGUMENTS, env=CPU_ENVIRONMENT)
+    )
+
+
+def test_images_of_any_turn(tmp_path: Path) -> None:
+    first, second = image(1, 64, 96), image(2, 32, 64)
+    plans: list[Plan] = [[[first], []], [[], [second]], [[first, second], [first]], [[], []]]
+    before = load_language_model(families.folder(NAME), dtype=torch.float32).eval()
+    after = load_language_model(families.folder(NAME), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in after.parameters():
+            parameter *= 1.1
+
+    async def main() -> list[list[Played]]:
+        sampler = make_sampler(tmp_path)
+        try:
+            await sampler.start()
+            out = []
+            for version, model in enumerate((before, after)):
+                await sampler.update_weights(model.named_parameters(), version)
+                out.append(await episodes(NAME, sampler, plans))
+            return out
+        finally:
+            await sampler.aclose()
+
+    for model, played in zip((before, after), asyncio.run(main()), strict=True):
+        check(NAME, played, model)
