@@ -282,7 +282,6 @@ def test_k110_when_no_server_is_left_the_error_names_them(tmp_path: Path) -> Non
         server.control_faults["update_weights_from_disk"] = [400] * 9
         with pytest.raises(SamplerError, match=f"{server.url}.*update_weights_from_disk failed"):
             await sampler.update_weights(WEIGHTS, 1)
-        assert sampler.version == 0
         with pytest.raises(SamplerError, match=f"no SGLang server is left: {server.url}"):
             await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=2))
 
@@ -309,6 +308,30 @@ def test_colocated_servers_have_no_memory_while_the_learner_trains(tmp_path: Pat
         "resume_memory_occupation",
         "continue_generation",
     ]
+
+
+def test_a_server_that_fails_an_update_once_is_waited_for(tmp_path: Path) -> None:
+    server = FakeSGLang()
+
+    async def use(sampler: SGLangSampler) -> Any:
+        server.control_faults["update_weights_from_disk"] = [400]
+        await sampler.update_weights(WEIGHTS, 1)
+        return await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=2))
+
+    assert using([server], use, tmp_path).versions == (1, 1)
+
+
+def test_requests_that_somebody_else_aborts_again_and_again_are_an_error(tmp_path: Path) -> None:
+    server = FakeSGLang()
+    abort = {"type": "abort", "message": "Abort", "status_code": None}
+    nothing = {"output_ids": [], "meta_info.output_token_logprobs": [], "meta_info.weight_versions": []}
+    server.faults = [{"meta_info.finish_reason": abort, **nothing}] * 9
+
+    async def use(sampler: SGLangSampler) -> None:
+        with pytest.raises(SamplerError, match="aborted in the server 4 times, and not from here"):
+            await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=9))
+
+    using([server], use, tmp_path)
 
 
 # Servers that come and go -----------------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ class Fleet:
         Raises:
             SamplerError: no member serves and none can come back.
         """
-        member = await self._choose(preferred)
+        serving = await self.available()
+        busyness = [(member is not preferred, member.in_flight, member.sessions) for member in serving]
+        member = serving[busyness.index(min(busyness))]
         member.in_flight += 1
         member.idle.clear()
         try:
@@ -98,15 +100,18 @@ class Fleet:
             if not member.in_flight:
                 member.idle.set()
 
-    async def _choose(self, preferred: Member | None) -> Member:
+    async def available(self) -> list[Member]:
+        """The members that serve, at least one: if none does, wait for those that are coming back.
+
+        Raises:
+            SamplerError: none is, with what is wrong with each.
+        """
         async with self._changed:
             while not (serving := self.serving):
                 if not self._tasks and all(member.state is not State.JOINING for member in self.members):
                     raise SamplerError(f"no SGLang server is left: {self.failures()}")
                 await self._changed.wait()
-        if preferred is not None and preferred.state is State.SERVING:
-            return preferred
-        return min(serving, key=lambda member: (member.in_flight, member.sessions))
+        return serving
 
     async def quarantine(self, member: Member, error: BaseException) -> None:
         """Take a failed member out and try to bring it back."""

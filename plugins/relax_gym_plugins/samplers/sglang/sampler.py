@@ -132,10 +132,12 @@ class SGLangSampler(Sampler):
     async def update_weights(self, weights: Weights, version: int) -> None:
         """See `Sampler.update_weights`. Requests wait meanwhile; `on_update` says what becomes of those in flight.
 
-        A server that does not take the weights is quarantined. Raises SamplerError when none took them.
+        A server that does not take the weights is out until it has them. Raises SamplerError when none is left.
         """
+        start = time.perf_counter()
+        await self.fleet.available()
         async with self._updating:
-            start, members = time.perf_counter(), self.fleet.serving
+            members = self.fleet.serving
             self.open.clear()
             try:
                 await self._each(members, lambda engine: engine.restore("weights"))
@@ -145,7 +147,8 @@ class SGLangSampler(Sampler):
             finally:
                 await self._each(members, Engine.resume)
                 self.open.set()
-            self._counts["update_seconds"] += time.perf_counter() - start
+        await self.fleet.available()
+        self._counts["update_seconds"] += time.perf_counter() - start
 
     async def rest(self) -> None:
         """See `Sampler.rest`: with `colocate`, free the servers' weights, keys and values."""
@@ -158,12 +161,10 @@ class SGLangSampler(Sampler):
         busy = self.options.on_update == "keep" and any(member.in_flight for member in members.values())
         empty = any("kv_cache" in member.engine.released for member in members.values())
         failures = await self._bring(list(members), weights, version, flush=not busy and not empty)
-        for engine, error in failures.items():
-            await self.fleet.quarantine(members[engine], error)
-        if not self.fleet.serving:
-            raise SamplerError(f"no SGLang server took the weights: {self.fleet.failures()}")
         # For servers that come back or join, as the learner goes on changing its own.
         self._kept, self._version = await asyncio.to_thread(_copied, weights), version
+        for engine, error in failures.items():
+            await self.fleet.quarantine(members[engine], error)
 
     async def _bring(
         self, servers: Sequence[Server], weights: Weights, version: int, *, flush: bool = True

@@ -54,6 +54,7 @@ class SGLangSession(Session):
         self._sampler = sampler
         self._member: Member | None = None
         self._rank = 0
+        self._interrupted = False  # whether the weights have changed under the last request
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
@@ -75,6 +76,9 @@ class SGLangSession(Session):
                 if failures > sampler.options.retries:
                     raise SamplerError(f"a request failed {failures} times, the last time: {error}") from error
                 continue
+            failures += finish is FinishReason.ABORT and not self._interrupted
+            if failures > sampler.options.retries:
+                raise SamplerError(f"a request was aborted in the server {failures} times, and not from here")
             if before and params.stop and (length := sampler.stop_length(partial.ids, before, params.stop)):
                 partial.cut(length, len(prompt))
                 finish = FinishReason.STOP
@@ -126,6 +130,7 @@ class SGLangSession(Session):
                 raise
             partial.take(piece, versions)
             sampler.count(member, piece, prompt_tokens=len(prompt) + spent)
+            self._interrupted = sampler.version != version or not sampler.open.is_set()
             return piece.finish
 
     def _keep(self, member: Member) -> None:
