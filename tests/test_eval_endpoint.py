@@ -246,7 +246,7 @@ def test_failed_requests_are_errors_and_no_zeros(fake: FakeOpenAI, tmp_path: Pat
         None,
         "error",
     )
-    assert "answered 500: scripted 500 (3 tries" in failed["error"]["message"]
+    assert "answered 500: scripted 500 (tried 3 times" in failed["error"]["message"]
     assert results["pass@k"]["3"]["tasks"] == whole["pass@k"]["3"]["tasks"] - 1
     resumed = evaluate_endpoint(evaluation(fake, tmp_path / "b"), resume=True)
     assert without_times(resumed) == without_times(whole)

@@ -192,7 +192,8 @@ class Endpoint:
         asked = f"; the server asks to wait {fault.wait:g} s" if fault.wait else ""
         config = self.config
         return EndpointError(
-            f"{fault} ({tries} tries within {config.deadline:g} s{asked}; --retries and --deadline give more)",
+            f"{fault} (tried {tries} times, at most {config.retries + 1} within {config.deadline:g} s{asked}; "
+            "--retries and --deadline give more)",
             status=fault.status,
         )
 
