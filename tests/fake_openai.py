@@ -18,8 +18,8 @@ PARTS = {"text", "image_url", "input_audio", "video_url"}
 class FakeOpenAI:
     """`answer` makes the assistant's message of a request. `faults` are taken one for each request that comes.
 
-    Faults: None is none, an int that HTTP status, a pair that status and a Retry-After, "hang" never answers, "drop"
-    closes the connection, other text is the body of a 200, and a dict its JSON.
+    Faults: None is none, an int that HTTP status, a pair that status and a Retry-After (below 400: a Location), "hang"
+    never answers, "drop" closes the connection, other text is the body of a 200, and a dict its JSON.
     """
 
     def __init__(self, answer: Callable[[Body], Body], *, key: str | None = None) -> None:
@@ -115,8 +115,9 @@ async def _faulty(request: web.Request, fault: Any) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.abort()
     if isinstance(fault, tuple):
-        status, wait = fault
-        return _error(status, "slow down", {"Retry-After": str(wait)})
+        status, where_or_when = fault
+        header = "Location" if status < 400 else "Retry-After"
+        return _error(status, "slow down", {header: str(where_or_when)})
     if isinstance(fault, int):
         return _error(fault, f"scripted {fault}")
     return web.Response(text=fault if isinstance(fault, str) else json.dumps(fault), content_type="application/json")

@@ -204,6 +204,13 @@ def test_a_wrong_key_is_not_shown_even_if_the_server_does(monkeypatch: pytest.Mo
     assert "the key in MY_KEY was sent" in str(caught.value)
 
 
+def test_redirects_are_not_followed() -> None:
+    with pytest.raises(
+        EndpointError, match=r"answered 307: .* \(moved to http://127.0.0.1:9/v1; give that address with"
+    ):
+        ask([(307, "http://127.0.0.1:9/v1")])
+
+
 def test_a_key_that_is_not_set_is_refused() -> None:
     with pytest.raises(ConfigError, match="--key-env NO_SUCH_KEY: the environment variable is not set"):
         Endpoint(EndpointConfig(url="http://x/v1", model="m", key_env="NO_SUCH_KEY"))

@@ -24,6 +24,7 @@ from relax_gym.errors import ConfigError, RunFolderError
 from relax_gym.run_folder import read_lines
 from relax_gym.tasks import TaskSource
 from relax_gym.view import Wanted, read_episodes, render_episode, run_tokenizer
+from relax_gym.view_html import render_page
 
 GUESS = "relax_gym/GuessNumber-v0"
 
@@ -214,6 +215,22 @@ def test_images_are_sent_and_kept(fake: FakeOpenAI, tmp_path: Path) -> None:
     parts = [part for part in fake.bodies[0]["messages"][-1]["content"] if part["type"] == "image_url"]
     assert parts[0]["image_url"]["url"].startswith("data:image/png;base64,")
     assert list((tmp_path / "media").glob("*.png"))
+    assert "data:image/png;base64," in render_page(tmp_path, read_episodes(tmp_path, Wanted()), None)
+
+
+ROWS = [{"prompt": f"{n} + 0?", "answer": str(n)} for n in range(20)]
+
+
+@pytest.mark.parametrize(("all_rows", "played"), [(False, 2), (True, 20)])
+def test_rows_are_those_held_out_or_all(fake: FakeOpenAI, tmp_path: Path, caplog, all_rows: bool, played: int) -> None:
+    data = {"env": "relax_gym/Dataset-v0", "kwargs": {"rows": ROWS, "match": "exact"}, "all_rows": all_rows}
+    results = evaluate_endpoint(evaluation(fake, tmp_path, episodes=99, **data))
+    assert results["tasks"] == played
+    assert ("has 2 held-out rows" in caplog.text) != all_rows
+    if not all_rows:
+        held_out = TaskSource([EnvConfig(id=data["env"], kwargs=data["kwargs"])], seed=0, eval_episodes=9).eval_tasks()
+        asked = [line["turns"][0]["observation"][0]["content"] for line in lines(tmp_path)[::3]]
+        assert asked == [task.options["row"]["prompt"] for task in held_out if task.options is not None]
 
 
 def test_rewards_can_be_chosen(fake: FakeOpenAI, tmp_path: Path) -> None:
