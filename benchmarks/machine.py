@@ -6,19 +6,33 @@ import os
 import platform
 import shlex
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+PACKAGES = ("relax-gym", "torch", "transformers", "sglang")
 
 
 def describe() -> dict[str, object]:
-    """The running command, CPU, cores and versions: the head of every result file."""
+    """The running command, CPU, cores, GPUs if there are any, and versions: the head of every result file."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
         "command": shlex.join(["python", *sys.argv]),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{package: version(package) for package in ("relax-gym", "torch", "transformers")},
+        **({"gpus": gpus} if gpus else {}),
+        **{package: found for package in PACKAGES if (found := installed(package))},
     }
+
+
+def installed(package: str) -> str | None:
+    """Its version, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cpu_name() -> str:

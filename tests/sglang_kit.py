@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from relax_gym_plugins.samplers.sglang.process import ServerProcess
 
@@ -30,6 +31,18 @@ CPU_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
 }
+
+GPU_ARGUMENTS: dict[str, Any] = {
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "dtype": "float32",
+    "mem_fraction_static": 0.3,
+    "cuda_graph_backend_prefill": "disabled",
+}
+ARGUMENTS, ENVIRONMENT = (GPU_ARGUMENTS, {}) if torch.cuda.is_available() else (CPU_ARGUMENTS, CPU_ENVIRONMENT)
+TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-4
+"""Of log-probs in float32. On a GPU, Triton multiplies in TF32."""
 
 
 def sglang_python() -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_sglang import FakeSGLang, next_token
 from sampler_suite import CASES, Reference, Subject
-from sglang_kit import CPU_ARGUMENTS, CPU_ENVIRONMENT, sglang_python
+from sglang_kit import ARGUMENTS, ENVIRONMENT, TOLERANCE, sglang_python
 
 from relax_gym.config import RunConfig
 from relax_gym.context import RunContext
@@ -78,14 +78,14 @@ async def real(folder: Path) -> AsyncIterator[Subject]:
     context = make_context(folder)
     reference = Reference(load_language_model(context.model_path, dtype=torch.float32))
     options = SGLangSamplerOptions(
-        python=sglang_python(), server_args={**CPU_ARGUMENTS, "context_length": 256}, env=CPU_ENVIRONMENT
+        python=sglang_python(), server_args={**ARGUMENTS, "context_length": 256}, env=ENVIRONMENT
     )
     yield Subject(
         sampler=SGLangSampler(context, options),
         table=reference.table,
         weights=reference.weights,
         tokenizer=context.tokenizer,
-        tolerance=1e-4,
+        tolerance=TOLERANCE,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from media_kit import image
 from sglang_kit import CPU_ARGUMENTS, CPU_ENVIRONMENT, sglang_python
-from test_media_sampling import Played, Plan, check, episodes
+from test_media_sampling import Plan, Played, check, episodes
 
 from relax_gym.config import RunConfig
 from relax_gym.context import RunContext

@@ -93,8 +93,8 @@ class SGLangSampler(Sampler):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sender.close()  # tells servers, which must be there for it
         await self.fleet.aclose()
-        await self._sender.close()
 
     # Servers that come and go -----------------------------------------------------------------------------------------
 
