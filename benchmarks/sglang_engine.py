@@ -48,6 +48,7 @@ def measure(plan: dict[str, Any]) -> dict[int, list[float]]:
         for episodes in plan["concurrency"]:
             batch(episodes, 1000)  # compiles, captures and warms up
             seconds[episodes] = [batch(episodes, repeat) for repeat in range(plan["repeats"])]
+            print(f"Engine.generate, {episodes}: {seconds[episodes]}", flush=True)
         return seconds
     finally:
         engine.shutdown()

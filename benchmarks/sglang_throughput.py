@@ -61,6 +61,7 @@ async def measure_sampler(folder: Path, plan: argparse.Namespace) -> dict[str, A
             sampler.metrics()
             seconds[episodes] = [await play(sampler, episodes, repeat, plan) for repeat in range(plan.repeats)]
             counted = dict(sampler.metrics())
+            print(f"sampler, {episodes}: {seconds[episodes]}", flush=True)
         later = counted["prompt_tokens"] - plan.repeats * episodes * plan.prompt
         return {"seconds": seconds, "cached_share_of_later_turns": round(counted["cached_tokens"] / later, 4)}
     finally:

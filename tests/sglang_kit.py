@@ -36,13 +36,13 @@ GPU_ARGUMENTS: dict[str, Any] = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    "dtype": "float32",
+    "dtype": "bfloat16",  # its kernels know no float32
     "mem_fraction_static": 0.3,
     "cuda_graph_backend_prefill": "disabled",
 }
 ARGUMENTS, ENVIRONMENT = (GPU_ARGUMENTS, {}) if torch.cuda.is_available() else (CPU_ARGUMENTS, CPU_ENVIRONMENT)
-TOLERANCE = 5e-3 if torch.cuda.is_available() else 1e-4
-"""Of log-probs in float32. On a GPU, Triton multiplies in TF32."""
+TOLERANCE = 0.05 if torch.cuda.is_available() else 1e-4
+"""Of log-probs: in bfloat16 on GPUs, float32 on CPUs."""
 
 
 def sglang_python() -> str:

@@ -162,9 +162,18 @@ class SGLangSampler(Sampler):
         empty = any("kv_cache" in member.engine.released for member in members.values())
         failures = await self._bring(list(members), weights, version, flush=not busy and not empty)
         # For servers that come back or join, as the learner goes on changing its own.
-        self._kept, self._version = await asyncio.to_thread(_copied, weights), version
+        await asyncio.to_thread(self._keep, weights)
+        self._version = version
         for engine, error in failures.items():
             await self.fleet.quarantine(members[engine], error)
+
+    def _keep(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        if not self._kept:  # page-locked, so that a GPU copies at full speed; once, as that takes long
+            self._kept = [(name, _buffer(tensor)) for name, tensor in weights]
+        for (_, kept), (_, tensor) in zip(self._kept, weights, strict=True):
+            kept.copy_(tensor.detach(), non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     async def _bring(
         self, servers: Sequence[Server], weights: Weights, version: int, *, flush: bool = True
@@ -270,8 +279,8 @@ async def _logged(work: Coroutine[Any, Any, None]) -> None:
         log.debug("%s", error)
 
 
-def _copied(weights: Weights) -> list[tuple[str, torch.Tensor]]:
-    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights]
+def _buffer(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _raise_first(failures: Mapping[Any, Exception]) -> None:
