@@ -36,7 +36,7 @@ DEVICE = "cuda:0" if GPU else "cpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a Qwen3, or with `experts` of a Qwen3-MoE. Heads have 128 numbers, embeddings are tied."""
+    """Sizes of a Qwen3, or with `experts` of a Qwen3-MoE. `head_dim` is that of attention."""
 
     hidden: int
     layers: int
@@ -61,9 +61,9 @@ SHAPES = {
 }
 
 
-def build_model(size: str, folder: Path, dtype: torch.dtype, *, sharpen: float = 1.0) -> Path:
-    """Write model and tokenizer; the folder. `sharpen` multiplies the embeddings, with which logits grow: at 1 a random
-    model is nearly uniform over its vocabulary."""
+def build_model(size: str, folder: Path, dtype: torch.dtype, *, logit_std: float | None = None) -> Path:
+    """Write model and tokenizer; the folder. A random model is nearly uniform over its vocabulary; `logit_std` gives it
+    a head of its own, not tied to the embeddings, whose logits are so far from their mean."""
     shape = SHAPES[size]
     experts = {
         "num_experts": shape.experts,
@@ -81,7 +81,7 @@ def build_model(size: str, folder: Path, dtype: torch.dtype, *, sharpen: float =
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=8192,
-        tie_word_embeddings=True,
+        tie_word_embeddings=logit_std is None,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -90,7 +90,8 @@ def build_model(size: str, folder: Path, dtype: torch.dtype, *, sharpen: float =
     torch.manual_seed(0)
     with torch.device(DEVICE), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.get_input_embeddings().weight.mul_(sharpen)
+        if logit_std is not None:
+            model.get_output_embeddings().weight.normal_(0, logit_std / shape.hidden**0.5)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder, max_shard_size="100GB")
     write_tokenizer(shape.vocabulary, folder)
