@@ -81,7 +81,7 @@ class Completion:
                 f"completion is not one bundle: {len(self.token_ids)} token ids, {len(self.logprobs)} log-probs, "
                 f"{len(self.versions)} versions; a sampler must return one of each per token"
             )
-        if any(math.isnan(value) for value in self.logprobs):
+        if any(map(math.isnan, self.logprobs)):
             raise ValueError("completion has NaN log-probs; the sampler's model is broken (bad weights or dtype)")
 
 

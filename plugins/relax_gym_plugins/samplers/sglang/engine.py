@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import orjson
 
 from relax_gym.errors import SamplerError
 
@@ -164,14 +165,17 @@ class Engine:
             self._http = self._connect()
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
         try:
-            async with self._http.request(method, self.url + path, json=body, timeout=limit) as response:
+            data, headers = (None, None) if body is None else (orjson.dumps(body), {"Content-Type": "application/json"})
+            async with self._http.request(
+                method, self.url + path, data=data, headers=headers, timeout=limit
+            ) as response:
                 if response.status >= 400:
                     raise EngineError(
                         f"{self.url}{path} answered {response.status}: {_message(await response.text())}",
                         status=response.status,
                     )
                 if response.content_type == "application/json":
-                    return await response.json()
+                    return orjson.loads(await response.read())
                 return await response.text()
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path} did not answer within {timeout:g} s") from error

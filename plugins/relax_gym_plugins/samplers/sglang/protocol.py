@@ -89,8 +89,7 @@ def parse(reply: Any, *, prompt_tokens: int, asked: int, experts: bool = False) 
         if ids or finish is not FinishReason.ABORT:
             raise BadReply("the reply has no output_token_logprobs, though return_logprob was asked for")
         entries = []
-    logprobs = tuple(_logprob(entry, at) for at, entry in enumerate(entries))
-    named = [entry[1] for entry in entries]
+    logprobs, named = _split(entries)
     if named != ids:
         raise BadReply(
             f"the reply has {len(ids)} output_ids and log-probs of {len(named)} tokens, which must be the same"
@@ -106,7 +105,7 @@ def parse(reply: Any, *, prompt_tokens: int, asked: int, experts: bool = False) 
         )
     return Piece(
         token_ids=tuple(ids),
-        logprobs=logprobs,
+        logprobs=tuple(logprobs),
         versions=_versions(meta, len(ids)),
         finish=finish,
         cached_tokens=int(meta.get("cached_tokens") or 0),
@@ -134,13 +133,24 @@ def _finish(meta: Mapping[str, Any]) -> FinishReason:
     return FinishReason(kind)
 
 
-def _logprob(entry: Any, at: int) -> float:
-    if not isinstance(entry, list | tuple) or len(entry) < 2 or not isinstance(entry[1], int):
-        raise BadReply(f"output_token_logprobs[{at}] is {entry!r}; it must be [log-prob, token id, text]")
-    value = entry[0]
-    if not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
-        raise BadReply(f"the log-prob of token {at} is {value!r}; the server's weights or dtype are broken")
-    return min(float(value), 0.0)
+def _split(entries: list[Any]) -> tuple[list[float], list[int]]:
+    """Log-probs and ids out of `output_token_logprobs`. Single entries are looked at only when something is wrong."""
+    try:
+        values, ids = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        sound = {*map(type, ids)} <= {int} and math.isfinite(sum(values)) and max(values, default=0.0) <= 1e-3
+    except (TypeError, IndexError, KeyError):
+        sound = False
+    if not sound:
+        raise BadReply(next(fault for at, entry in enumerate(entries) if (fault := _fault(entry, at))))
+    return [min(value, 0.0) for value in values], ids
+
+
+def _fault(entry: Any, at: int) -> str | None:
+    if not isinstance(entry, list | tuple) or len(entry) < 2 or type(entry[1]) is not int:
+        return f"output_token_logprobs[{at}] is {entry!r}; it must be [log-prob, token id, text]"
+    if not isinstance(entry[0], int | float) or not math.isfinite(entry[0]) or entry[0] > 1e-3:
+        return f"the log-prob of token {at} is {entry[0]!r}; the server's weights or dtype are broken"
+    return None
 
 
 def _versions(meta: Mapping[str, Any], length: int) -> tuple[str | None, ...]:

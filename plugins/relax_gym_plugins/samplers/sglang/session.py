@@ -62,7 +62,7 @@ class SGLangSession(Session):
         """See `Session.generate`. A request that a weight update or a failing server ends goes on with what is left of
         its budget; each token keeps the version that sampled it."""
         sampler = self._sampler
-        prompt = [int(id) for id in prompt_ids]
+        prompt = list(map(int, prompt_ids))  # of numpy too
         sampler.check(prompt, params)
         partial, failures = Partial(), 0
         while True:
