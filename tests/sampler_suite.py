@@ -78,8 +78,9 @@ async def greedy_is_the_likeliest(subject: Subject) -> None:
         pytest.skip("its model has one continuation")
     completion = await subject.ask(PROMPT, temperature=0.0)
     ids = [*PROMPT, *completion.token_ids]
-    table = subject.table(0, ids, 1.0, {})
-    assert list(completion.token_ids) == table[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    table = subject.table(0, ids, 1.0, {})[len(PROMPT) - 1 : -1]
+    chosen = table[range(len(table)), list(completion.token_ids)]
+    assert (table.max(-1) - chosen <= subject.tolerance).all()  # in bfloat16 the likeliest may be two
     assert subject.agrees(PROMPT, completion)
 
 
@@ -168,15 +169,18 @@ CASES = [
 
 
 class Reference:
-    """Tables by plain forward passes of a `transformers` model, whose version v is its first weights times 1 + v/10."""
+    """Tables by plain forward passes of a `transformers` model, whose version v is its first weights times 1 + v/10.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model.float().eval()
+    It computes in float32, with weights rounded to `dtype`.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.dtype = model.float().eval(), dtype
         self.first = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
 
     def weights(self, version: int) -> list[tuple[str, torch.Tensor]]:
         """Of one version."""
-        return [(name, tensor * (1 + version / 10)) for name, tensor in self.first.items()]
+        return [(name, (tensor * (1 + version / 10)).to(self.dtype)) for name, tensor in self.first.items()]
 
     @torch.no_grad()
     def table(self, version: int, ids: list[int], temperature: float, bias: Mapping[int, float]) -> NDArray[np.float64]:

@@ -76,7 +76,9 @@ async def fake(folder: Path) -> AsyncIterator[Subject]:
 @asynccontextmanager
 async def real(folder: Path) -> AsyncIterator[Subject]:
     context = make_context(folder)
-    reference = Reference(load_language_model(context.model_path, dtype=torch.float32))
+    reference = Reference(
+        load_language_model(context.model_path, dtype=torch.float32), getattr(torch, ARGUMENTS["dtype"])
+    )
     options = SGLangSamplerOptions(
         python=sglang_python(), server_args={**ARGUMENTS, "context_length": 256}, env=ENVIRONMENT
     )
