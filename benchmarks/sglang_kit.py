@@ -164,7 +164,7 @@ def finish(result: dict[str, Any], name: str, args: argparse.Namespace) -> None:
         target.write_text(text, encoding="utf-8")
 
 
-def child_environment(environment: dict[str, str]) -> dict[str, str]:
-    """That of a process with another interpreter."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return {**kept, **environment}
+def child_environment(python: str, environment: dict[str, str]) -> dict[str, str]:
+    """That of a process of `python`, without the paths of this interpreter if it is another."""
+    ours = () if python == sys.executable else ("PYTHONPATH", "VIRTUAL_ENV")
+    return {**{name: value for name, value in os.environ.items() if name not in ours}, **environment}
