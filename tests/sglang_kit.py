@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from relax_gym.config import RunConfig
+from relax_gym.context import RunContext
+from relax_gym.models import load_language_model, load_tokenizer
+from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.process import ServerProcess
+from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 
 VARIABLE = "RELAX_GYM_SGLANG_PYTHON"
+KEY = "RELAX_GYM_TEST_KEY"
 SHIM = Path(__file__).parent / "sglang_cpu/shim"
 CPU_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
@@ -66,3 +73,33 @@ def cpu_server(
         env=CPU_ENVIRONMENT,
         timeout=timeout,
     )
+
+
+def changed(model: Path, seed: int) -> PreTrainedModel:
+    """The model with other weights, its own for seed 0."""
+    loaded = load_language_model(model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter += bool(seed) * 0.05 * torch.randn_like(parameter)
+    return loaded
+
+
+def context_of(model: Path, folder: Path) -> RunContext:
+    """A run of a model, in a folder."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": str(model)},
+            "env": [{"id": "test/None-v0"}],
+            "algorithm": {"name": "grpo"},
+            "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    return RunContext(config=config, run_dir=folder, model_path=model, tokenizer=load_tokenizer(model))
+
+
+def attached(server: ServerProcess, model: Path, folder: Path, **options: Any) -> SGLangSampler:
+    """A sampler, not started yet, of a server that serves the model."""
+    os.environ[KEY] = server.headers["Authorization"].removeprefix("Bearer ")
+    given = SGLangSamplerOptions(urls=(server.url,), api_key_env=KEY, **options)
+    return SGLangSampler(context_of(model, folder), given)

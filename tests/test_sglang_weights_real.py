@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from sglang_kit import cpu_server
-from transformers import AutoTokenizer, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from sglang_kit import changed
+from transformers import PreTrainedModel
 
-from relax_gym.models import load_language_model
 from relax_gym_plugins.samplers.sglang.engine import Engine
 from relax_gym_plugins.samplers.sglang.process import ServerProcess
 from relax_gym_plugins.samplers.sglang.weights.base import WeightSender
@@ -36,16 +34,6 @@ def build(way: str, model: Path, folder: Path) -> WeightSender:
     return BroadcastSender("gloo", bucket_bytes=100_000, timeout=60)
 
 
-def changed(model: Path, seed: int) -> PreTrainedModel:
-    """The model with other weights, its own for seed 0."""
-    loaded = load_language_model(model, dtype=torch.float32)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in loaded.parameters():
-            parameter += bool(seed) * 0.05 * torch.randn_like(parameter)
-    return loaded
-
-
 def logprobs(model: PreTrainedModel) -> list[float]:
     with torch.no_grad():
         scores = model(torch.tensor([IDS])).logits[0].log_softmax(-1)
@@ -64,18 +52,8 @@ async def served(engine: Engine) -> tuple[list[float], str]:
 
 
 @pytest.fixture
-def engine(sglang_server: ServerProcess, tiny_qwen3: Path) -> Iterator[Engine]:
-    """The server, which has its own weights back afterwards."""
-    engine = Engine(sglang_server.url, headers=sglang_server.headers)
-    yield engine
-
-    async def restore() -> None:
-        engine = Engine(sglang_server.url, headers=sglang_server.headers)
-        await engine.connect()
-        assert await IpcSender().send([engine], changed(tiny_qwen3, 0).named_parameters(), 0) == {}
-        await engine.aclose()
-
-    asyncio.run(restore())
+def engine(lent_server: ServerProcess) -> Engine:
+    return Engine(lent_server.url, headers=lent_server.headers)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -119,34 +97,19 @@ def test_k108_checksums_of_a_real_server_tell_tensors_apart(engine: Engine, tiny
     asyncio.run(run())
 
 
-def test_a_real_server_takes_experts(tiny_qwen3: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
-    config = Qwen3MoeConfig(
-        **shape, **layers, num_experts_per_tok=2, vocab_size=len(tokenizer), norm_topk_prob=True, initializer_range=0.2
-    )
-    folder = tmp_path / "moe"
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
+def test_a_real_server_takes_experts(moe_server: ServerProcess, tiny_moe: Path, tmp_path: Path) -> None:
     async def run() -> None:
-        server = cpu_server(folder, tmp_path / "log")
-        try:
-            await server.start()
-            engine = Engine(server.url, headers=server.headers)
-            await engine.connect()
-            for number, way in enumerate(WAYS):
-                model = changed(folder, 50 + number)
-                assert "model.layers.1.mlp.experts.gate_up_proj" in dict(model.named_parameters())
-                sender = build(way, folder, tmp_path / "weights")
-                weights = checkpoint_names(model.named_parameters(), config.model_type)
-                assert await sender.send([engine], weights, number) == {}
-                got, _ = await served(engine)
-                torch.testing.assert_close(torch.tensor(got), torch.tensor(logprobs(model)), atol=2e-4, rtol=0)
-                await sender.close()
-            await engine.aclose()
-        finally:
-            await server.stop()
+        engine = Engine(moe_server.url, headers=moe_server.headers)
+        await engine.connect()
+        for number, way in enumerate(WAYS):
+            model = changed(tiny_moe, 50 + number)
+            assert "model.layers.1.mlp.experts.gate_up_proj" in dict(model.named_parameters())
+            sender = build(way, tiny_moe, tmp_path / "weights")
+            weights = checkpoint_names(model.named_parameters(), model.config.model_type)
+            assert await sender.send([engine], weights, number) == {}
+            got, _ = await served(engine)
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(logprobs(model)), atol=2e-4, rtol=0)
+            await sender.close()
+        await engine.aclose()
 
     asyncio.run(run())
