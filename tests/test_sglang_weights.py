@@ -452,6 +452,22 @@ def test_servers_come_and_go_between_updates(ports: list[int]) -> None:
     assert [state["groups"] for state in states(found)] == [[], [], []]
 
 
+def test_a_server_that_was_restarted_joins_again(ports: list[int]) -> None:
+    (server,) = found = servers(ports, 1, tp_size=1)
+
+    async def updates() -> None:
+        sender = BroadcastSender("gloo", timeout=15)
+        assert await sender.send(found, awkward().items(), 1) == {}
+        (group,) = (await server.state())["groups"]
+        await server.post("/destroy_weights_update_group", {"group_name": group})
+        assert await sender.open(found) == {}
+        assert await sender.send(found, awkward().items(), 2) == {}
+        await sender.close()
+
+    asyncio.run(updates())
+    assert [state["version"] for state in states(found)] == ["2"]
+
+
 # Checksums ------------------------------------------------------------------------------------------------------------
 
 

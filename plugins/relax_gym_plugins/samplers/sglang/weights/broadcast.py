@@ -55,6 +55,8 @@ class BroadcastSender(WeightSender):
         """See `WeightSender.open`. Raises SamplerError when NCCL was started otherwise than the servers do."""
         if self._backend == "nccl":
             check_nccl()
+        if not set(self._members).isdisjoint(servers):
+            await self._leave()  # whoever asks to be let in has forgotten the group, as a server that was restarted
         update = Update(servers, self._timeout)
         await self._gather(update)
         return update.failed
