@@ -194,7 +194,7 @@ class FakeSGLang:
     async def _control(self, http: web.Request) -> web.Response:
         name = http.match_info["control"]
         self.calls.append(name)
-        body = await http.json() if http.can_read_body else {}
+        body = await http.json() if http.body_exists else {}
         if faults := self.control_faults.get(name):
             return web.json_response({"success": False, "message": f"{name} failed"}, status=faults.pop(0))
         if name == "pause_generation":

@@ -17,6 +17,7 @@ from relax_gym.errors import SamplerError
 
 OLDEST = (0, 5, 15)
 CONTROL_SECONDS = 60.0
+FLUSH_SECONDS = 30
 IDLE_SECONDS = 3.0  # uvicorn closes idle connections after 5 s; a client that does so first never meets a closed one
 
 
@@ -40,6 +41,11 @@ class Features:
     version: tuple[int, ...]
     update_session: bool
     loads: bool
+
+    @property
+    def retract(self) -> bool:
+        """Whether requests may be retracted around an update: older servers die when they flush with some waiting."""
+        return self.version > (0, 5, 20)
 
 
 class Engine:
@@ -116,8 +122,10 @@ class Engine:
         return await self._call("GET", missing, None, timeout)
 
     async def pause(self, mode: str) -> None:
-        """Stop generating: "abort" returns requests in flight with what they have, "retract" queues them again, "keep"
-        leaves them where they are."""
+        """Stop generating: "abort" returns requests in flight with what they have, "retract" queues them again (servers
+        that cannot do so abort), "keep" leaves them where they are."""
+        if mode == "retract" and not self.features.retract:
+            mode = "abort"
         await self.post("/pause_generation", {"mode": "in_place" if mode == "keep" else mode})
 
     async def resume(self) -> None:
@@ -128,12 +136,22 @@ class Engine:
         """End one request; it returns what it has. Servers abort all whose id begins with `rid`."""
         await self.post("/abort_request", {"rid": rid})
 
+    async def empty(self) -> None:
+        """End all requests, even those that wait in a paused server; it is paused afterwards. What they return may be
+        of weights of two versions."""
+        await self.resume()  # a server that is paused in place never ends its requests, and then never resumes
+        await self.pause("abort")
+
     async def flush(self) -> None:
-        """Drop all cached keys, values and media features. Raises EngineError while requests run."""
-        await self.post("/flush_cache")
+        """Drop all cached keys, values and media features, once the requests that are being aborted have ended.
+
+        Raises:
+            EngineError: requests still run after some seconds.
+        """
+        await self.post(f"/flush_cache?timeout={FLUSH_SECONDS}")
 
     async def release(self) -> None:
-        """Free the memory of weights, keys and values; they are lost. Raises EngineError while requests run."""
+        """Free the memory of weights, keys and values; they are lost. Raises EngineError if requests do not end."""
         if not self.released:
             await self.flush()
             await self.post("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})

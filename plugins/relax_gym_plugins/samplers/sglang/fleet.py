@@ -27,7 +27,7 @@ class State(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A server and how busy we keep it. `connect` may be called again after a failure."""
+    """A server and how busy we keep it. `connect` may be called again after a failure; `outages` counts those."""
 
     engine: Engine
     connect: Callable[[], Awaitable[None]]
@@ -37,6 +37,7 @@ class Member:
     sessions: int = 0
     ranks: Counter[int] = field(default_factory=Counter)
     strikes: int = 0
+    outages: int = 0
     error: str = ""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,7 +61,8 @@ class Fleet:
     """Routes requests. One event loop uses it."""
 
     def __init__(self, revive: Callable[[Member], Awaitable[None]], *, revivals: int = 3) -> None:
-        """`revive` gets a failed member ready to serve, current weights included; it is tried `revivals` times."""
+        """`revive` gets a failed member ready and lets it `serve`, current weights included; it is tried `revivals`
+        times."""
         self.members: list[Member] = []
         self._revive, self._revivals = revive, revivals
         self._changed = asyncio.Condition()
@@ -72,24 +74,35 @@ class Fleet:
         return [member for member in self.members if member.state is State.SERVING]
 
     async def serve(self, member: Member) -> None:
-        """Let a member serve. It must have the current weights already."""
+        """Let a member serve. It must have the current weights already.
+
+        Raises:
+            SamplerError: it was removed meanwhile.
+        """
+        if member.state is not State.JOINING:
+            raise SamplerError(f"{member.engine} cannot serve: it is {member.state}")
+        member.strikes = 0
         await self._set(member, State.SERVING)
 
     async def remove(self, member: Member) -> None:
-        """Send it nothing more, wait for what it has, and close it."""
+        """Send it nothing more, wait for what it has, and close it. One that is coming back does not."""
+        if task := self._tasks.get(member):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await self._set(member, State.DRAINING)
         await member.idle.wait()
         await self.drop(member)
 
     @contextlib.asynccontextmanager
-    async def lease(self, preferred: Member | None) -> AsyncIterator[Member]:
-        """A member to send one request to: the preferred one as long as it serves, else the least busy.
+    async def lease(self, preferred: Member | None, *, avoid: Member | None = None) -> AsyncIterator[Member]:
+        """A member to send one request to: the preferred one as long as it serves, else the least busy; the one to
+        `avoid` only if there is no other.
 
         Raises:
             SamplerError: no member serves and none can come back.
         """
         serving = await self.available()
-        busyness = [(member is not preferred, member.in_flight, member.sessions) for member in serving]
+        busyness = [(member is avoid, member is not preferred, member.in_flight, member.sessions) for member in serving]
         member = serving[busyness.index(min(busyness))]
         member.in_flight += 1
         member.idle.clear()
@@ -114,7 +127,9 @@ class Fleet:
         return serving
 
     async def quarantine(self, member: Member, error: BaseException) -> None:
-        """Take a failed member out and try to bring it back."""
+        """Take a failed member out and try to bring it back. What it answers meanwhile is not to be used: it may hold
+        weights of two versions."""
+        member.outages += 1
         if member.state is not State.SERVING:
             return
         member.error = str(error)
@@ -127,8 +142,8 @@ class Fleet:
             for attempt in range(1, self._revivals + 1):
                 try:
                     await self._revive(member)
-                except SamplerError as error:
-                    member.error = str(error)
+                except Exception as error:  # nobody awaits this task, so whatever it is ends here
+                    member.error = str(error) or repr(error)
                     log.warning(
                         "SGLang server %s did not come back (%s of %s): %s",
                         member.engine,
@@ -138,9 +153,9 @@ class Fleet:
                     )
                 else:
                     log.info("SGLang server %s serves again", member.engine)
-                    await self._set(member, State.SERVING)
                     return
-            await self.drop(member)
+            with contextlib.suppress(Exception):  # its own error says more
+                await self.drop(member)
         finally:
             self._tasks.pop(member, None)
             async with self._changed:
@@ -152,8 +167,10 @@ class Fleet:
 
     async def drop(self, member: Member) -> None:
         """Close a member for good."""
-        await member.close()
-        await self._set(member, State.GONE)
+        try:
+            await member.close()
+        finally:
+            await self._set(member, State.GONE)
 
     async def _set(self, member: Member, state: State) -> None:
         async with self._changed:

@@ -26,12 +26,14 @@ class BadReply(SamplerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Tokens of one reply. `versions` are the weight versions as the server spells them, None where it does not say."""
+    """Tokens of one reply. `versions` are the weight versions as the server spells them, None where it does not say;
+    `last` is the version it had at the end, which all servers say."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[str | None, ...]
     finish: FinishReason
+    last: str | None = None
     cached_tokens: int = 0
     experts: NDArray[np.int32] | None = None
 
@@ -98,7 +100,11 @@ def parse(reply: Any, *, prompt_tokens: int, asked: int, experts: bool = False) 
         raise BadReply(f"the reply has {len(ids)} tokens, but max_new_tokens was {asked}")
     if not ids and finish is not FinishReason.ABORT:
         raise BadReply(f"the reply is empty but ended with {finish.value!r}")
-    if ids and (read := meta.get("prompt_tokens")) != prompt_tokens:
+    queued = finish is FinishReason.ABORT and "prompt_tokens" not in meta  # servers say less of requests that waited
+    if queued and experts:
+        ids, logprobs = [], []
+        meta = {**meta, "weight_versions": None}
+    if ids and not queued and (read := meta.get("prompt_tokens")) != prompt_tokens:
         raise BadReply(
             f"the server read {read} prompt tokens where {prompt_tokens} were counted here; is its model, its "
             "processor or its media configuration another one?"
@@ -108,6 +114,7 @@ def parse(reply: Any, *, prompt_tokens: int, asked: int, experts: bool = False) 
         logprobs=tuple(logprobs),
         versions=_versions(meta, len(ids)),
         finish=finish,
+        last=meta.get("weight_version"),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         experts=_experts(meta, prompt_tokens + len(ids) - 1) if experts and ids else None,
     )
@@ -154,7 +161,7 @@ def _fault(entry: Any, at: int) -> str | None:
 
 
 def _versions(meta: Mapping[str, Any], length: int) -> tuple[str | None, ...]:
-    """One for each token: of its span, or the reply's own when there are no spans (SGLang before 0.5.20)."""
+    """One for each token: of its span, or None when there are no spans (SGLang before 0.5.20)."""
     spans = meta.get("weight_versions")
     if spans is None:
         return (None,) * length

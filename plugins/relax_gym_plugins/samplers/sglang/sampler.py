@@ -19,7 +19,7 @@ from relax_gym.errors import SamplerError
 from relax_gym.sampler import Sampler, SamplingParams, Session, Weights
 from relax_gym.types import FinishReason
 from relax_gym_plugins.samplers.sglang.engine import Engine, EngineError
-from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member
+from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member, State
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.protocol import BadReply, Piece
 from relax_gym_plugins.samplers.sglang.senders import build_sender, servers_dtype
@@ -65,7 +65,7 @@ class SGLangSampler(Sampler):
     @property
     def max_context(self) -> int:
         """See `Sampler.max_context`."""
-        limits = [member.engine.max_context for member in self.fleet.members]
+        limits = [member.engine.max_context for member in self.fleet.members if member.engine.info]
         if not limits:
             raise SamplerError("the sglang sampler is not started; await start() first")
         return min([*limits, *([self.options.max_context] if self.options.max_context else [])])
@@ -93,8 +93,10 @@ class SGLangSampler(Sampler):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._sender.close()  # tells servers, which must be there for it
-        await self.fleet.aclose()
+        try:
+            await self._sender.close()  # tells servers, which must be there for it
+        finally:
+            await self.fleet.aclose()
 
     # Servers that come and go -----------------------------------------------------------------------------------------
 
@@ -111,7 +113,6 @@ class SGLangSampler(Sampler):
         except BaseException:
             await self.fleet.drop(member)
             raise
-        await self.fleet.serve(member)
         return member
 
     async def remove_engine(self, member: Member) -> None:
@@ -119,13 +120,19 @@ class SGLangSampler(Sampler):
         await self.fleet.remove(member)
 
     async def _revive(self, member: Member) -> None:
-        """Connect a server and give it the current weights; whatever stopped it, it is not paused afterwards."""
+        """Connect a server, give it the current weights and let it serve. It has no requests from before by then:
+        what they sample while weights change would be of no version."""
         await member.connect()
+        engine = member.engine
         async with self._updating:
+            await engine.empty()
             if self._version >= 0:
-                _raise_first(await self._sender.open([member.engine]))
-                _raise_first(await self._bring([member.engine], self._kept, self._version))
-            await member.engine.resume()
+                await engine.restore("weights")
+                _raise_first(await self._sender.open([engine]))
+                _raise_first(await self._bring([engine], self._kept, self._version, flush=not engine.released))
+                await engine.restore("kv_cache")
+            await engine.resume()
+            await self.fleet.serve(member)  # before an update can begin without it
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
@@ -142,11 +149,13 @@ class SGLangSampler(Sampler):
             try:
                 await self._each(members, lambda engine: engine.restore("weights"))
                 await self._each(members, lambda engine: engine.pause(self.options.on_update))
-                await self._send(weights, version)
+                await self._send(members, weights, version)
                 await self._each(members, lambda engine: engine.restore("kv_cache"))
             finally:
-                await self._each(members, Engine.resume)
-                self.open.set()
+                try:
+                    await self._each(members, Engine.resume)
+                finally:
+                    self.open.set()
         await self.fleet.available()
         self._counts["update_seconds"] += time.perf_counter() - start
 
@@ -155,24 +164,29 @@ class SGLangSampler(Sampler):
         if self.options.colocate:
             await self._each(self.fleet.serving, Engine.release)
 
-    async def _send(self, weights: Weights, version: int) -> None:
-        weights = list(checkpoint_names(weights, self._settings.model_type))
-        members: dict[Server, Member] = {member.engine: member for member in self.fleet.serving}
-        busy = self.options.on_update == "keep" and any(member.in_flight for member in members.values())
-        empty = any("kv_cache" in member.engine.released for member in members.values())
-        failures = await self._bring(list(members), weights, version, flush=not busy and not empty)
-        # For servers that come back or join, as the learner goes on changing its own.
-        await asyncio.to_thread(self._keep, weights)
+    async def _send(self, members: Sequence[Member], weights: Weights, version: int) -> None:
+        named = await asyncio.to_thread(list, checkpoint_names(weights, self._settings.model_type))
+        live: dict[Server, Member] = {member.engine: member for member in members if _runs(member)}
+        busy = self.options.on_update == "keep" and any(member.in_flight for member in live.values())
+        empty = any("kv_cache" in member.engine.released for member in live.values())
+        try:
+            failures = await self._bring(list(live), named, version, flush=not busy and not empty)
+            # For servers that come back or join, as the learner goes on changing its own.
+            await asyncio.to_thread(self._keep, named)
+        except BaseException as cause:  # whatever they hold now
+            for member in live.values():
+                await self.fleet.quarantine(member, cause)
+            raise
         self._version = version
         for engine, error in failures.items():
-            await self.fleet.quarantine(members[engine], error)
+            await self.fleet.quarantine(live[engine], error)
 
     def _keep(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         if not self._kept:  # page-locked, so that a GPU copies at full speed; once, as that takes long
             self._kept = [(name, _buffer(tensor)) for name, tensor in weights]
         for (_, kept), (_, tensor) in zip(self._kept, weights, strict=True):
             kept.copy_(tensor.detach(), non_blocking=True)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
 
     async def _bring(
@@ -180,14 +194,15 @@ class SGLangSampler(Sampler):
     ) -> Failures:
         if not self.options.verify_weights:
             return await self._sender.send(servers, weights, version, flush=flush)
-        gpu = any(member.engine.info.get("device") != "cpu" for member in self.fleet.members)
+        connected = [member.engine.info for member in self.fleet.members if member.engine.info]
+        gpu = any(info.get("device") != "cpu" for info in connected)
         checked = Checked(weights, self._dtype, gpu=gpu)
         failed = dict(await self._sender.send(servers, checked, version, flush=flush))
         return failed | await checked.verify([server for server in servers if server not in failed])
 
     async def _each(self, members: Sequence[Member], call: Callable[[Engine], Awaitable[None]]) -> None:
-        """One call for each member that serves; those that fail are quarantined."""
-        serving = [member for member in members if member in self.fleet.serving]
+        """One call for each member that serves, or that has requests left; those that fail are quarantined."""
+        serving = [member for member in members if _runs(member)]
         results = await asyncio.gather(*(call(member.engine) for member in serving), return_exceptions=True)
         for member, result in zip(serving, results, strict=True):
             if isinstance(result, SamplerError):
@@ -214,16 +229,14 @@ class SGLangSampler(Sampler):
         Raises:
             BadReply: tokens of weights that this run has not sent.
         """
-        out = []
-        for version in piece.versions:
-            number = asked_at if version is None else int(version) if version.lstrip("-").isdigit() else None
-            if number is None or not asked_at <= number <= self._version:
+        last = piece.last if piece.token_ids else None
+        for version in filter(None, {*piece.versions} - {None} or {last}):
+            if not version.lstrip("-").isdigit() or not asked_at <= int(version) <= self._version:
                 raise BadReply(
                     f"tokens are of weights {version!r}, but {asked_at} to {self._version} were sent; does another "
-                    "trainer update this server?"
+                    "trainer update this server, or did somebody start it anew?"
                 )
-            out.append(number)
-        return out
+        return [int(version) if version else asked_at for version in piece.versions]
 
     def stop_length(self, ids: Sequence[int], before: int, stop: Sequence[str]) -> int | None:
         """How many ids there are when a stop string is complete that began before the last `len(ids) - before` of them.
@@ -239,9 +252,10 @@ class SGLangSampler(Sampler):
         return None
 
     async def failed(self, member: Member, error: SamplerError) -> None:
-        """Take a server out that does not answer, or fails several times in a row."""
-        silent = isinstance(error, EngineError) and error.status is None
-        member.strikes += 1
+        """Take a server out that does not answer, or fails several times in a row; bad requests are not its fault."""
+        status = error.status if isinstance(error, EngineError) else 0
+        silent = status is None
+        member.strikes += status != 400
         self._counts["failures"] += 1
         if silent or member.strikes >= STRIKES:
             await self.fleet.quarantine(member, error)
@@ -277,6 +291,10 @@ async def _logged(work: Coroutine[Any, Any, None]) -> None:
         await work
     except SamplerError as error:
         log.debug("%s", error)
+
+
+def _runs(member: Member) -> bool:
+    return member.state in (State.SERVING, State.DRAINING)
 
 
 def _buffer(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class SGLangSession(Session):
     def __init__(self, sampler: SGLangSampler) -> None:
         self._sampler = sampler
         self._member: Member | None = None
+        self._failed: Member | None = None  # the last request there has failed
         self._rank = 0
         self._interrupted = False  # whether the weights have changed under the last request
 
@@ -98,17 +100,18 @@ class SGLangSession(Session):
     ) -> FinishReason:
         """One request for what is missing."""
         sampler, spent = self._sampler, len(partial.ids)
+        encoded = await sampler.media.body(media)  # first: it takes time, in which weights may change
         await sampler.open.wait()
-        async with sampler.fleet.lease(self._member) as member:
+        async with sampler.fleet.lease(self._member, avoid=self._failed) as member:
             self._keep(member)
-            version, rid = sampler.version, uuid.uuid4().hex
+            version, outages, rid = sampler.version, member.outages, uuid.uuid4().hex
             body = {
                 "rid": rid,
                 "input_ids": unexpanded(prompt, media) + partial.ids,
                 "sampling_params": sampling_body(params, spent=spent),
                 "return_logprob": True,
                 "logprob_start_len": -1,
-                **await sampler.media.body(media),
+                **encoded,
                 **({"return_routed_experts": True} if sampler.options.routed_experts else {}),
                 **({"routed_dp_rank": self._rank} if member.engine.dp_size > 1 else {}),
                 **({"extra_key": str(version)} if sampler.options.on_update == "keep" else {}),
@@ -122,12 +125,17 @@ class SGLangSession(Session):
                     experts=sampler.options.routed_experts,
                 )
                 versions = sampler.read_versions(piece, asked_at=version)
+                _check_allowed(piece, params)
             except asyncio.CancelledError:
                 sampler.spawn(member.engine.abort(rid))
                 raise
             except (EngineError, BadReply) as error:
+                self._failed = member
                 await sampler.failed(member, error)
                 raise
+            if member.outages != outages:
+                raise EngineError(f"{member.engine} was taken out before it answered; it may hold broken weights")
+            self._failed = None
             partial.take(piece, versions)
             sampler.count(member, piece, prompt_tokens=len(prompt) + spent)
             self._interrupted = sampler.version != version or not sampler.open.is_set()
@@ -144,3 +152,10 @@ class SGLangSession(Session):
         if self._member is not None:
             self._member.leave_session(self._rank)
             self._member = None
+
+
+def _check_allowed(piece: Piece, params: SamplingParams) -> None:
+    """A placeholder of media that was sampled would stand for an image that is not there."""
+    for id, bias in params.logit_bias.items():
+        if bias == -math.inf and id in piece.token_ids:
+            raise BadReply(f"the server sampled {id}, which its logit bias rules out")

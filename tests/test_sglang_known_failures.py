@@ -1,0 +1,353 @@
+"""Known failures of samplers on servers, each against scripted servers. No test reads the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from fake_sglang import FakeSGLang
+from test_sglang_protocol import read, reply
+from test_sglang_sampler import PROMPT, WEIGHTS, expected, using
+
+from relax_gym.errors import SamplerError
+from relax_gym.sampler import SamplingParams
+from relax_gym.types import FinishReason
+from relax_gym_plugins.samplers.sglang.engine import Engine
+from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member, State
+from relax_gym_plugins.samplers.sglang.protocol import BadReply
+from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
+
+
+class Recording(FakeSGLang):
+    """Keeps what it was told, and holds one kind of call back until `gate` is set, after it has had its effect."""
+
+    def __init__(self, *, dp_size: int = 1, held_back: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.dp_size, self.held_back = dp_size, held_back
+        self.told: list[tuple[str, Any]] = []
+        self.reached, self.gate, self.flushing = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.slow_abort = False
+
+    async def _server_info(self, http: web.Request) -> web.Response:
+        return web.json_response(
+            {"version": self.release, "tp_size": 1, "dp_size": self.dp_size, "context_length": 1000}
+        )
+
+    async def _control(self, http: web.Request) -> web.Response:
+        name = http.match_info["control"]
+        self.told.append((name, await http.json() if http.body_exists else {}))
+        if name == "abort_request" and self.slow_abort:
+            self.aborting = asyncio.create_task(self._abort_later())
+            return web.json_response({})
+        if name == "flush_cache" and self.running:
+            self.flushing.set()
+            if "timeout" not in http.query:
+                return web.json_response({"success": False, "message": "requests run"}, status=400)
+            await self.until_idle()
+        answer = await super()._control(http)
+        if name == self.held_back:
+            self.reached.set()
+            await self.gate.wait()
+        return answer
+
+    async def _abort_later(self) -> None:
+        await self.flushing.wait()
+        self._abort("")
+        await self._tell()
+
+
+async def ask(sampler: SGLangSampler, length: int = 3, **params: Any) -> Any:
+    return await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=length, **params))
+
+
+# What a request may meet --------------------------------------------------------------------------------------------
+
+
+def test_k30_tokens_of_a_request_aborted_in_the_queue_are_kept() -> None:
+    """Servers do not say `prompt_tokens` of a request that was put back into the queue and aborted there."""
+    abort = {"type": "abort", "message": "Abort in waiting queue"}
+    piece = read(reply(finish_reason=abort, prompt_tokens=None))
+    assert (piece.token_ids, piece.finish) == ((4, 5, 6), FinishReason.ABORT)
+    # nor its experts, without which its tokens cannot be trained on
+    assert read(reply(finish_reason=abort, prompt_tokens=None), experts=True).token_ids == ()
+    with pytest.raises(BadReply, match="read None prompt tokens"):
+        read(reply(prompt_tokens=None))
+
+
+def test_k44_sampled_placeholders_never_reach_a_trajectory(tmp_path: Path) -> None:
+    server = FakeSGLang()  # it pays no heed to biases
+
+    async def use(sampler: SGLangSampler) -> None:
+        forbidden = expected(PROMPT, 3)[1]
+        with pytest.raises(SamplerError, match=f"sampled {forbidden}, which its logit bias rules out"):
+            await ask(sampler, logit_bias={forbidden: -math.inf})
+
+    using([server], use, tmp_path)
+
+
+def test_k86_a_failed_request_goes_to_another_server(tmp_path: Path) -> None:
+    servers = [FakeSGLang(), FakeSGLang()]
+    servers[0].faults = [500]
+    using(servers, ask, tmp_path)
+    assert [len(server.bodies) for server in servers] == [1, 1]
+
+
+def test_k86_sessions_spread_over_the_copies_behind_one_url(tmp_path: Path) -> None:
+    server = Recording(dp_size=2)
+
+    async def use(sampler: SGLangSampler) -> None:
+        sessions = [sampler.open_session() for _ in range(4)]
+        for _ in range(2):
+            for session in sessions:
+                await session.generate(PROMPT, SamplingParams(max_new_tokens=1))
+
+    using([server], use, tmp_path)
+    assert [body["routed_dp_rank"] for body in server.bodies] == [0, 1, 0, 1] * 2
+
+
+def test_requests_at_fault_are_no_strikes_against_the_server(tmp_path: Path) -> None:
+    server = FakeSGLang()
+    server.faults = [400] * 5
+
+    async def use(sampler: SGLangSampler) -> None:
+        server.calls.clear()
+        for _ in range(5):
+            with pytest.raises(SamplerError, match="answered 400"):
+                await ask(sampler)
+        await ask(sampler)
+
+    using([server], use, tmp_path)
+    assert not server.calls  # it was never taken out
+
+
+def test_k39_a_server_that_lost_its_weights_is_noticed_without_spans(tmp_path: Path) -> None:
+    server = FakeSGLang(version="0.5.15", update_session=False, spans=False)
+
+    async def use(sampler: SGLangSampler) -> Any:
+        server.weight_version = "default"  # whoever runs it has started it anew
+        return await ask(sampler)
+
+    completion = using([server], use, tmp_path)
+    assert list(completion.token_ids) == expected(PROMPT, 3)
+    assert server.weight_version == "0"
+
+
+# Weight updates -----------------------------------------------------------------------------------------------------
+
+
+def test_servers_that_die_of_retracting_are_not_asked_to(tmp_path: Path) -> None:
+    old, new = Recording(version="0.5.20", update_session=False), Recording()
+    using([old, new], ask, tmp_path, on_update="retract")
+    modes = [[body["mode"] for name, body in server.told if name == "pause_generation"] for server in (old, new)]
+    assert modes == [["abort"], ["retract"]]
+
+
+def test_k106_a_server_that_leaves_during_an_update_is_not_left_paused(tmp_path: Path) -> None:
+    servers = [Recording(held_back=""), FakeSGLang()]
+    first = servers[0]
+    assert isinstance(first, Recording)
+
+    async def use(sampler: SGLangSampler) -> Any:
+        first.hold = 1
+        task = asyncio.ensure_future(ask(sampler))
+        await first.until(running=1, tokens=1)
+        first.held_back = "pause_generation"
+        update = asyncio.ensure_future(sampler.update_weights(WEIGHTS, 1))
+        await first.reached.wait()
+        removal = asyncio.ensure_future(sampler.remove_engine(sampler.fleet.members[0]))
+        await asyncio.sleep(0)
+        first.gate.set()
+        await update
+        await first.go()
+        await removal
+        return await task
+
+    assert len(using(servers, use, tmp_path, on_update="keep").token_ids) == 3
+
+
+@pytest.mark.parametrize("on_update", ["keep", "retract"])
+def test_k107_a_server_that_failed_an_update_is_empty_before_it_gets_the_weights(
+    on_update: str, tmp_path: Path
+) -> None:
+    server = Recording()
+
+    async def use(sampler: SGLangSampler) -> Any:
+        server.hold = 2
+        task = asyncio.ensure_future(ask(sampler, 4))
+        await server.until(running=1, tokens=2)
+        server.told.clear()
+        server.control_faults["update_weights_from_disk"] = [400]
+        update = asyncio.ensure_future(sampler.update_weights(WEIGHTS, 1))
+        await update
+        await server.go()
+        return await task
+
+    completion = using([server], use, tmp_path, on_update=on_update)
+    # What the server had sampled is not used: it may have held weights of two versions.
+    assert completion.versions == (1,) * 4
+    assert list(completion.token_ids) == expected(PROMPT, 4, [1] * 4)
+    calls = [(name, body.get("mode")) for name, body in server.told]
+    assert calls == [
+        ("pause_generation", "in_place" if on_update == "keep" else "retract"),
+        ("update_weights_from_disk", None),
+        ("continue_generation", None),
+        ("pause_generation", "abort"),
+        ("update_weights_from_disk", None),
+        ("continue_generation", None),
+    ]
+
+
+def test_k107_a_cancelled_update_leaves_no_server_with_weights_of_two_versions(tmp_path: Path) -> None:
+    server = Recording()
+
+    async def use(sampler: SGLangSampler) -> Any:
+        server.held_back = "update_weights_from_disk"
+        update = asyncio.ensure_future(sampler.update_weights(WEIGHTS, 1))
+        await server.reached.wait()
+        update.cancel()
+        await asyncio.gather(update, return_exceptions=True)
+        server.gate.set()
+        completion = await ask(sampler)
+        return completion, sampler.metrics().get("failures", 0)
+
+    completion, failures = using([server], use, tmp_path)
+    assert (completion.versions, failures) == ((0,) * 3, 0)
+
+
+def test_colocated_servers_have_their_memory_again_after_a_failed_update(tmp_path: Path) -> None:
+    server = Recording()
+
+    async def use(sampler: SGLangSampler) -> Any:
+        await sampler.rest()
+        server.told.clear()
+        server.control_faults["update_weights_from_disk"] = [400]
+        await sampler.update_weights(WEIGHTS, 1)
+        return await ask(sampler)
+
+    assert using([server], use, tmp_path, colocate=True).versions == (1, 1, 1)
+    resumed = [body["tags"] for name, body in server.told if name == "resume_memory_occupation"]
+    assert resumed == [["weights"], ["kv_cache"]]
+
+
+def test_memory_is_freed_only_when_cancelled_requests_have_ended(tmp_path: Path) -> None:
+    server = Recording()
+
+    async def use(sampler: SGLangSampler) -> list[State]:
+        server.hold, server.slow_abort = 1, True
+        task = asyncio.ensure_future(ask(sampler))
+        await server.until(running=1, tokens=1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await sampler.rest()
+        return [member.state for member in sampler.fleet.members]
+
+    assert using([server], use, tmp_path, colocate=True) == [State.SERVING]
+
+
+def test_k109_weights_are_computed_off_the_loop(tmp_path: Path) -> None:
+    ran_in_loop: list[bool] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        ran_in_loop.append(asyncio._get_running_loop() is not None)
+        yield from WEIGHTS
+
+    async def use(sampler: SGLangSampler) -> None:
+        await sampler.update_weights(weights(), 1)
+
+    using([FakeSGLang()], use, tmp_path)
+    assert ran_in_loop == [False]
+
+
+# Servers that come and go -------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_cannot_join_disturbs_no_request(tmp_path: Path) -> None:
+    async def use(sampler: SGLangSampler) -> Any:
+        with pytest.raises(SamplerError, match=r"http://127\.0\.0\.1:9/server_info"):
+            await sampler.add_engine("http://127.0.0.1:9")
+        assert sampler.max_context == 1000
+        return await ask(sampler)
+
+    assert len(using([FakeSGLang()], use, tmp_path).token_ids) == 3
+
+
+def test_k110_a_removed_server_does_not_come_back(tmp_path: Path) -> None:
+    servers = [Recording(), FakeSGLang()]
+
+    async def use(sampler: SGLangSampler) -> State:
+        member = sampler.fleet.members[0]
+        servers[0].control_faults["update_weights_from_disk"] = [400]
+        await sampler.update_weights(WEIGHTS, 1)
+        assert member.state is State.JOINING
+        await sampler.remove_engine(member)
+        await sampler.fleet.settled()
+        return member.state
+
+    assert using(servers, use, tmp_path) is State.GONE
+
+
+def test_k107_a_server_that_comes_back_misses_no_update(tmp_path: Path) -> None:
+    """It serves from the moment it has the weights, not a moment later, when an update may have begun without it."""
+    servers = [Recording(), FakeSGLang()]
+    first = servers[0]
+    assert isinstance(first, Recording)
+
+    async def use(sampler: SGLangSampler) -> None:
+        first.control_faults["update_weights_from_disk"] = [400]
+        await sampler.update_weights(WEIGHTS, 1)
+        first.held_back = "continue_generation"
+        await first.reached.wait()
+        update = asyncio.ensure_future(sampler.update_weights(WEIGHTS, 2))
+        await asyncio.sleep(0)  # it waits for its turn
+        async with sampler.fleet._changed:  # as a request may just then
+            first.gate.set()
+            for _ in range(200):
+                await asyncio.sleep(0)
+        await update
+        await sampler.fleet.settled()
+        assert [member.state for member in sampler.fleet.members] == [State.SERVING] * 2
+        assert [server.weight_version for server in servers] == ["2", "2"]
+
+    using(servers, use, tmp_path)
+
+
+def test_a_server_that_came_back_has_a_clean_slate(tmp_path: Path) -> None:
+    server = FakeSGLang()
+
+    async def use(sampler: SGLangSampler) -> None:
+        server.faults = [500] * 4
+        await ask(sampler)
+
+    using([server], use, tmp_path, retries=5)
+    assert server.calls.count("update_weights_from_disk") == 2
+
+
+def alone(revive: Callable[[Member], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Fleet:
+    async def connect() -> None: ...
+
+    fleet = Fleet(revive)
+    fleet.members.append(Member(Engine("http://somewhere"), connect=connect, close=close))
+    return fleet
+
+
+def test_k109_whatever_a_revival_dies_of_ends_the_wait() -> None:
+    async def revive(member: Member) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    async def close() -> None:
+        raise OSError("it does not close")
+
+    async def run() -> None:
+        fleet = alone(revive, close)
+        await fleet.serve(fleet.members[0])
+        await fleet.quarantine(fleet.members[0], SamplerError("hung"))
+        with pytest.raises(SamplerError, match=r"no SGLang server is left: http://somewhere: .*out of memory"):
+            await fleet.available()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
