@@ -104,6 +104,22 @@ def test_the_deadline_holds_for_all_tries_together() -> None:
         ask(["hang"] * 9, timeout=0.2, deadline=0.3)
 
 
+def test_a_wait_that_takes_longer_than_it_should_does_not_lift_the_deadline() -> None:
+    async def oversleep(seconds: float) -> None:
+        await asyncio.sleep(0.3)
+
+    async def main() -> None:
+        fake = FakeOpenAI(lambda body: {"content": "hi"})
+        fake.faults = [500, "hang"]
+        async with fake.serving():
+            endpoint = Endpoint(EndpointConfig(url=fake.url, model="m", deadline=0.2, backoff=0.01), sleep=oversleep)
+            with pytest.raises(EndpointError, match=r"answered 500: .*\(tried 1 times, at most 9 within 0\.2 s"):
+                await endpoint.complete(HELLO)
+            await endpoint.aclose()
+
+    asyncio.run(asyncio.wait_for(main(), 5))
+
+
 def test_retries_end() -> None:
     with pytest.raises(EndpointError, match=r"/v1/chat/completions answered 500: scripted 500 \(tried 3 times"):
         ask([500] * 3, retries=2)

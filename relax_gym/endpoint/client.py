@@ -147,7 +147,9 @@ class Endpoint:
                 if tries > self.config.retries or wait >= end - clock():
                     raise self._failed(fault, tries) from fault
                 log.info("%s; trying again in %.1f s", fault, wait)
-            await self._sleep(wait)
+                await self._sleep(wait)
+                if clock() >= end:  # it took longer; a limit of 0 s would be none to aiohttp
+                    raise self._failed(fault, tries) from fault
 
     async def _try(self, body: Mapping[str, Any], timeout: float) -> Reply:
         if self._http is None:
