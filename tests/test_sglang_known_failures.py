@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from test_sglang_sampler import PROMPT, WEIGHTS, expected, using
 from relax_gym.errors import SamplerError
 from relax_gym.sampler import SamplingParams
 from relax_gym.types import FinishReason
-from relax_gym_plugins.samplers.sglang.engine import Engine
+from relax_gym_plugins.samplers.sglang.engine import IDLE_SECONDS, Engine, _socket_with_keepalive
 from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member, State
 from relax_gym_plugins.samplers.sglang.protocol import BadReply
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
@@ -136,6 +137,35 @@ def test_k39_a_server_that_lost_its_weights_is_noticed_without_spans(tmp_path: P
     completion = using([server], use, tmp_path)
     assert list(completion.token_ids) == expected(PROMPT, 3)
     assert server.weight_version == "0"
+
+
+def test_k96_connections_notice_a_peer_that_vanished() -> None:
+    with _socket_with_keepalive((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, interval, count = (
+            made.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")
+        )
+    assert idle + interval * count <= 60
+    assert IDLE_SECONDS < 5  # after which uvicorn closes idle connections
+
+
+def test_k42_experts_of_a_continued_completion_are_aligned_with_its_tokens(tmp_path: Path) -> None:
+    server = FakeSGLang()
+
+    async def use(sampler: SGLangSampler) -> Any:
+        sampler._settings.num_experts_per_tok = 2
+        server.hold = 2
+        task = asyncio.ensure_future(ask(sampler, 4))
+        await server.until(running=1, tokens=2)
+        await sampler.update_weights(WEIGHTS, 1)
+        await server.go()
+        return await task
+
+    completion = using([server], use, tmp_path, routed_experts=True)
+    fed = [*PROMPT, *completion.token_ids][:-1]
+    assert completion.versions == (0, 0, 1, 1)
+    assert completion.routed_experts.tolist() == [[[id, id + 1]] for id in fed]
+    assert completion.routed_experts.flags.writeable
 
 
 # Weight updates -----------------------------------------------------------------------------------------------------
