@@ -16,11 +16,12 @@ from fake_sglang import FakeSGLang
 from test_sglang_protocol import read, reply
 from test_sglang_sampler import PROMPT, WEIGHTS, expected, using
 
-from relax_gym.errors import SamplerError
+from relax_gym.errors import ConfigError, SamplerError
 from relax_gym.sampler import SamplingParams
 from relax_gym.types import FinishReason
 from relax_gym_plugins.samplers.sglang.engine import IDLE_SECONDS, Engine, _socket_with_keepalive
 from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member, State
+from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.protocol import BadReply
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 
@@ -153,7 +154,8 @@ def test_k42_experts_of_a_continued_completion_are_aligned_with_its_tokens(tmp_p
     server = FakeSGLang()
 
     async def use(sampler: SGLangSampler) -> Any:
-        sampler._settings.num_experts_per_tok = 2
+        sampler._settings.num_experts_per_tok = 2  # its model has none, but its server says so
+        sampler.options = sampler.options.model_copy(update={"routed_experts": True})
         server.hold = 2
         task = asyncio.ensure_future(ask(sampler, 4))
         await server.until(running=1, tokens=2)
@@ -161,7 +163,7 @@ def test_k42_experts_of_a_continued_completion_are_aligned_with_its_tokens(tmp_p
         await server.go()
         return await task
 
-    completion = using([server], use, tmp_path, routed_experts=True)
+    completion = using([server], use, tmp_path)
     fed = [*PROMPT, *completion.token_ids][:-1]
     assert completion.versions == (0, 0, 1, 1)
     assert completion.routed_experts.tolist() == [[[id, id + 1]] for id in fed]
@@ -294,6 +296,11 @@ def test_k109_weights_are_computed_off_the_loop(tmp_path: Path) -> None:
     assert ran_in_loop == [False]
 
 
+def test_a_model_without_experts_cannot_have_them_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="qwen3 has no experts to record"):
+        using([FakeSGLang()], ask, tmp_path, routed_experts=True)
+
+
 # Servers that come and go -------------------------------------------------------------------------------------------
 
 
@@ -305,6 +312,25 @@ def test_a_server_that_cannot_join_disturbs_no_request(tmp_path: Path) -> None:
         return await ask(sampler)
 
     assert len(using([FakeSGLang()], use, tmp_path).token_ids) == 3
+
+
+def test_k109_when_a_server_cannot_be_reached_no_other_is_waited_for(tmp_path: Path) -> None:
+    class Hanging(FakeSGLang):
+        async def _server_info(self, _: web.Request) -> web.Response:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def use(sampler: SGLangSampler) -> list[str]:
+        async with Hanging().serving() as hanging:
+            urls = (hanging.url, "http://127.0.0.1:9")
+            other = SGLangSampler(sampler._context, SGLangSamplerOptions(urls=urls))
+            with pytest.raises(SamplerError, match=r"http://127\.0\.0\.1:9/server_info"):
+                await other.start()
+            left = [repr(task.get_coro()) for task in asyncio.all_tasks()]
+            await other.aclose()
+        return [coroutine for coroutine in left if "Engine.connect" in coroutine]
+
+    assert using([FakeSGLang()], use, tmp_path) == []
 
 
 def test_k110_a_removed_server_does_not_come_back(tmp_path: Path) -> None:

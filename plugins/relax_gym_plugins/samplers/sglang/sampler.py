@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from relax_gym.context import RunContext
-from relax_gym.errors import SamplerError
+from relax_gym.errors import ConfigError, SamplerError
 from relax_gym.sampler import Sampler, SamplingParams, Session, Weights
 from relax_gym.types import FinishReason
 from relax_gym_plugins.samplers.sglang.engine import Engine, EngineError
@@ -50,6 +50,8 @@ class SGLangSampler(Sampler):
             context.model_path, trust_remote_code=context.config.model.trust_remote_code
         )
         self._settings = settings.get_text_config()
+        if options.routed_experts and not getattr(self._settings, "num_experts_per_tok", None):
+            raise ConfigError(f"sampler.routed_experts: {settings.model_type} has no experts to record; leave it out")
         self._kept: list[tuple[str, torch.Tensor]] = []
         self._dtype = servers_dtype(options, settings)
         self._sender = build_sender(options, context, self._dtype)
@@ -77,7 +79,7 @@ class SGLangSampler(Sampler):
             launch(number, options, context) for number in range(options.engines)
         ]
         self.fleet.members += members
-        await asyncio.gather(*(member.connect() for member in members))
+        await _together(member.connect() for member in members)
         _raise_first(await self._sender.open([member.engine for member in members]))
         for member in members:
             await self.fleet.serve(member)
@@ -284,6 +286,17 @@ class SGLangSampler(Sampler):
         and failed requests, seconds of weight updates. Servers that serve."""
         counts, self._counts = self._counts, defaultdict(float)
         return {**counts, "servers": float(len(self.fleet.serving))}
+
+
+async def _together(calls: Iterable[Awaitable[None]]) -> None:
+    """Await all; none goes on when one has failed."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:
