@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class FakeSGLang:
     # Running ----------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[FakeSGLang]:
+    async def serving(self, port: int = 0, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeSGLang]:
         """Serve on a port of the loopback interface."""
         app = web.Application(middlewares=[self._check_key])
         app.router.add_get("/server_info", self._server_info)
@@ -76,9 +77,9 @@ class FakeSGLang:
         app.router.add_post("/{control}", self._control)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls)
         await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:

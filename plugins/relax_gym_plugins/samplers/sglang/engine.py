@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from relax_gym.errors import SamplerError
+from relax_gym.errors import ConfigError, SamplerError
 
 OLDEST = (0, 5, 15)
 CONTROL_SECONDS = 60.0
@@ -188,8 +188,10 @@ class Engine:
                 method, self.url + path, data=data, headers=headers, timeout=limit
             ) as response:
                 if response.status >= 400:
+                    advice = "; give its key in the variable that sampler.api_key_env names"
                     raise EngineError(
-                        f"{self.url}{path} answered {response.status}: {_message(await response.text())}",
+                        f"{self.url}{path} answered {response.status}: {_message(await response.text())}"
+                        f"{advice if response.status == 401 else ''}",
                         status=response.status,
                     )
                 if response.content_type == "application/json":
@@ -197,11 +199,18 @@ class Engine:
                 return await response.text()
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path} did not answer within {timeout:g} s") from error
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise EngineError(
+                f"{self.url}{path}: {error.certificate_error}; name a file of certificates to trust in sampler.ca_file"
+            ) from error
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise EngineError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
     def _connect(self) -> aiohttp.ClientSession:
-        trust = ssl.create_default_context(cafile=self._ca_file) if self.url.startswith("https") else True
+        try:
+            trust = ssl.create_default_context(cafile=self._ca_file) if self.url.startswith("https") else True
+        except OSError as error:  # also SSLError
+            raise ConfigError(f"sampler.ca_file = {self._ca_file!r} is no file of certificates: {error}") from error
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=IDLE_SECONDS, ssl=trust, socket_factory=_socket_with_keepalive
         )
