@@ -140,14 +140,15 @@ def test_k85_failed_requests_are_sent_again_and_counters_do_not_leak(fault: Any,
     assert metrics["failures"] == 1 and metrics["requests"] == 1
 
 
-def test_a_server_that_always_fails_ends_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"), [(500, "/generate answered 500"), ({"meta_info.prompt_tokens": 9}, ": the server read 9 prompt")]
+)
+def test_a_server_that_always_fails_ends_with_its_name(fault: Any, said: str, tmp_path: Path) -> None:
     server = FakeSGLang()
-    server.faults = [500] * 20
+    server.faults = [fault] * 20
 
     async def use(sampler: SGLangSampler) -> None:
-        with pytest.raises(
-            SamplerError, match=f"a request failed 4 times, the last time: {server.url}/generate answered 500"
-        ):
+        with pytest.raises(SamplerError, match=f"a request failed 4 times, the last time: {server.url}{said}"):
             await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=3))
 
     using([server], use, tmp_path)

@@ -156,7 +156,7 @@ def _fault(entry: Any, at: int) -> str | None:
     if not isinstance(entry, list | tuple) or len(entry) < 2 or type(entry[1]) is not int:
         return f"output_token_logprobs[{at}] is {entry!r}; it must be [log-prob, token id, text]"
     if not isinstance(entry[0], int | float) or not math.isfinite(entry[0]) or entry[0] > 1e-3:
-        return f"the log-prob of token {at} is {entry[0]!r}; the server's weights or dtype are broken"
+        return f"the log-prob of token {at} is {entry[0]!r}, not a number below 0; its weights or dtype are broken"
     return None
 
 

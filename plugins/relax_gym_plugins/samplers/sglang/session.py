@@ -130,9 +130,10 @@ class SGLangSession(Session):
                 sampler.spawn(member.engine.abort(rid))
                 raise
             except (EngineError, BadReply) as error:
+                named = error if isinstance(error, EngineError) else BadReply(f"{member.engine}: {error}")
                 self._failed = member
-                await sampler.failed(member, error)
-                raise
+                await sampler.failed(member, named)
+                raise named from error.__cause__
             if member.outages != outages:
                 raise EngineError(f"{member.engine} was taken out before it answered; it may hold broken weights")
             self._failed = None
