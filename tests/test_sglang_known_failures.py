@@ -19,11 +19,12 @@ from test_sglang_sampler import PROMPT, WEIGHTS, expected, using
 from relax_gym.errors import ConfigError, SamplerError
 from relax_gym.sampler import SamplingParams
 from relax_gym.types import FinishReason
-from relax_gym_plugins.samplers.sglang.engine import IDLE_SECONDS, Engine, _socket_with_keepalive
+from relax_gym_plugins.samplers.sglang.engine import IDLE_SECONDS, Engine, _message, _socket_with_keepalive
 from relax_gym_plugins.samplers.sglang.fleet import Fleet, Member, State
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.protocol import BadReply
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
+from relax_gym_plugins.samplers.sglang.servers import launch
 
 
 class Recording(FakeSGLang):
@@ -140,6 +141,35 @@ def test_k39_a_server_that_lost_its_weights_is_noticed_without_spans(tmp_path: P
     assert server.weight_version == "0"
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"error": "unexpected keys"}', "unexpected keys"),
+        ('{"error": {"message": "too long", "type": "BadRequestError"}}', "too long"),
+        ('{"object": "error", "message": "no list", "code": 400}', "no list"),
+        ("Internal Server Error\n", "Internal Server Error"),
+    ],
+)
+def test_every_form_of_an_error_is_read(text: str, said: str) -> None:
+    assert _message(text) == said
+
+
+def test_servers_that_are_too_old_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SamplerError, match=r"is SGLang 0\.5\.14\.post1; 0\.5\.15 and newer are supported: upgrade"):
+        using([FakeSGLang(version="0.5.14.post1")], ask, tmp_path)
+
+
+def test_k35_servers_are_not_launched_to_give_log_probs_without_the_temperature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(sampler: SGLangSampler) -> None:
+        with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB .* unset it"):
+            launch(0, SGLangSamplerOptions(), sampler._context)
+
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    using([FakeSGLang()], use, tmp_path)
+
+
 def test_k96_connections_notice_a_peer_that_vanished() -> None:
     with _socket_with_keepalive((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -178,6 +208,26 @@ def test_servers_that_die_of_retracting_are_not_asked_to(tmp_path: Path) -> None
     using([old, new], ask, tmp_path, on_update="retract")
     modes = [[body["mode"] for name, body in server.told if name == "pause_generation"] for server in (old, new)]
     assert modes == [["abort"], ["retract"]]
+
+
+def test_k39_caches_are_flushed_unless_requests_stay_in_them(tmp_path: Path) -> None:
+    """A server that is paused in place with requests refuses to flush; new requests then have a cache of their own."""
+    server = Recording()
+
+    async def use(sampler: SGLangSampler) -> None:
+        server.hold = 1
+        task = asyncio.ensure_future(ask(sampler))
+        await server.until(running=1, tokens=1)
+        await sampler.update_weights(WEIGHTS, 1)
+        await server.go()
+        await task
+        await ask(sampler)
+        await sampler.update_weights(WEIGHTS, 2)
+
+    using([server], use, tmp_path, on_update="keep")
+    flushed = [body["flush_cache"] for name, body in server.told if name == "update_weights_from_disk"]
+    assert flushed == [True, False, True]
+    assert [body["extra_key"] for body in server.bodies] == ["0", "1"]
 
 
 def test_k106_a_server_that_leaves_during_an_update_is_not_left_paused(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from relax_gym_plugins.samplers.sglang.fleet import Member
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.process import ServerProcess
 
+RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
 
 def attach(url: str, options: SGLangSamplerOptions) -> Member:
     """A server that runs already. Raises ConfigError when its key is not in the environment."""
@@ -25,7 +27,15 @@ def attach(url: str, options: SGLangSamplerOptions) -> Member:
 
 
 def launch(number: int, options: SGLangSamplerOptions, context: RunContext) -> Member:
-    """A server of our own. `connect` starts it, again too."""
+    """A server of our own. `connect` starts it, again too.
+
+    Raises:
+        ConfigError: its environment or arguments are wrong.
+    """
+    if {**os.environ, **options.env}.get(RAW_LOGPROBS, "").lower() in ("1", "true", "yes", "y"):
+        raise ConfigError(
+            f"{RAW_LOGPROBS} makes servers leave the temperature out of log-probs, so that no learner agrees; unset it"
+        )
     arguments: dict[str, object] = {}
     if options.routed_experts:
         arguments["enable_return_routed_experts"] = True
