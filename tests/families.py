@@ -67,9 +67,13 @@ def build_tokenizer(special: Sequence[str], named: Mapping[str, str] | None = No
     )
 
 
-def text_config(tokenizer: Any, sections: Sequence[int] = (), **more: Any) -> dict[str, Any]:
-    """The decoder; `sections` are those of M-RoPE."""
+def text_config(
+    tokenizer: Any, sections: Sequence[int] = (), *, interleaved: bool = False, **more: Any
+) -> dict[str, Any]:
+    """The decoder; `sections` are those of M-RoPE, `interleaved` in Qwen3's models."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+    if interleaved:  # what others than transformers go by
+        rope["mrope_interleaved"] = True
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
@@ -177,7 +181,7 @@ def qwen3_vl(seconds: int) -> Parts:
         chat_template=template(**marks),
     )
     config = hf.Qwen3VLConfig(
-        text_config=text_config(tokenizer, [3, 3, 2], head_dim=16),
+        text_config=text_config(tokenizer, [3, 3, 2], interleaved=True, head_dim=16),
         vision_config=vision_config(16, num_position_embeddings=64, deepstack_visual_indexes=[0]),
         **vision_ids(tokenizer),
     )
@@ -214,7 +218,7 @@ def qwen3_omni(seconds: int) -> Parts:
     tokenizer = build_tokenizer([], OMNI_TOKENS)
     experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     hearing = {"n_window": 50, "n_window_infer": 100, "downsample_hidden_size": 16, "conv_chunksize": 500}
-    text = text_config(tokenizer, [3, 3, 2], head_dim=16, mlp_only_layers=[], **experts)
+    text = text_config(tokenizer, [3, 3, 2], interleaved=True, head_dim=16, mlp_only_layers=[], **experts)
     config = hf.Qwen3OmniMoeThinkerConfig(
         text_config={**text, "tie_word_embeddings": False},
         vision_config=vision_config(8, num_position_embeddings=64, deepstack_visual_indexes=[0]),

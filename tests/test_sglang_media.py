@@ -1,7 +1,5 @@
-"""Images on a real SGLang server, in any turn: its log-probs are those of one plain forward, after new weights too.
-
-The images need no scaling, which another version of torchvision rounds otherwise.
-"""
+"""Images and videos on a real SGLang server, in any turn: its log-probs are those of one plain forward, after new
+weights too."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 import families
+import numpy as np
 import pytest
 import torch
 from media_kit import image
@@ -17,6 +16,7 @@ from test_media_sampling import Plan, Played, check, episodes
 
 from relax_gym.config import RunConfig
 from relax_gym.context import RunContext
+from relax_gym.media.items import Video
 from relax_gym.models import load_language_model
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
@@ -47,9 +47,31 @@ def make_sampler(folder: Path) -> SGLangSampler:
     )
 
 
-def test_images_of_any_turn(tmp_path: Path) -> None:
-    first, second = image(1, 64, 96), image(2, 32, 64)
-    plans: list[Plan] = [[[first], []], [[], [second]], [[first, second], [first]], [[], []]]
+def clip(seed: int, *times: float, height: int = 28, width: int = 56) -> Video:
+    """Noise at some times of a video of 10 frames a second."""
+    shape = (len(times), height, width, 3)
+    indices = np.rint(np.array(times) * 10).astype(np.int64)
+    return Video(
+        frames=np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8),
+        times=indices / 10,
+        indices=indices,
+        total_frames=int(indices[-1]) + 5,
+        duration=(int(indices[-1]) + 5) / 10,
+    )
+
+
+def test_images_and_videos_of_any_turn(tmp_path: Path) -> None:
+    first, second, scaled = image(1, 64, 96), image(2, 32, 64), image(3, 50, 111)
+    even, odd = clip(1, 0.0, 0.7, 1.1, 1.2), clip(2, 0.0, 0.4, 75.3, height=56, width=28)
+    still = clip(3, 0.0)
+    plans: list[Plan] = [
+        [[first], []],
+        [[], [second]],
+        [[first, second], [scaled]],
+        [[], []],
+        [[even], [odd]],
+        [[first, odd, second], [], [still]],
+    ]
     before = load_language_model(families.folder(NAME), dtype=torch.float32).eval()
     after = load_language_model(families.folder(NAME), dtype=torch.float32).eval()
     with torch.no_grad():

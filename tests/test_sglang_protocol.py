@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_gym.media import Image
 from relax_gym.sampler import SamplingParams
-from relax_gym.types import FinishReason, Placed
-from relax_gym_plugins.samplers.sglang.protocol import BadReply, parse, sampling_body, unexpanded
+from relax_gym.types import FinishReason
+from relax_gym_plugins.samplers.sglang.protocol import BadReply, parse, sampling_body
 
 
 def reply(ids: list[int] | None = None, **meta: Any) -> dict[str, Any]:
@@ -107,10 +106,3 @@ def test_every_sampling_parameter_is_given() -> None:
     assert body["logit_bias"] == {"7": -1e9}  # JSON has no infinity
     assert (body["repetition_penalty"], body["frequency_penalty"], body["min_new_tokens"]) == (1.0, 0.0, 0)
     assert "sampling_seed" not in body
-
-
-def test_servers_expand_placeholders_themselves() -> None:
-    picture = Image(pixels=np.zeros((4, 4, 3), dtype=np.uint8))
-    placed = [Placed(media=picture, start=2, end=5), Placed(media=picture, start=6, end=7)]
-    assert unexpanded([1, 2, 9, 9, 9, 3, 9, 4], placed) == [1, 2, 9, 3, 9, 4]
-    assert unexpanded([1, 2], []) == [1, 2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from relax_gym.errors import SamplerError
 from relax_gym.sampler import SamplingParams
-from relax_gym.types import FinishReason, Placed
+from relax_gym.types import FinishReason
 
 
 class BadReply(SamplerError):
@@ -61,16 +61,6 @@ def sampling_body(params: SamplingParams, *, spent: int = 0) -> dict[str, Any]:
         "no_stop_trim": True,
         **({} if params.seed is None else {"sampling_seed": params.seed}),
     }
-
-
-def unexpanded(ids: Sequence[int], media: Sequence[Placed]) -> list[int]:
-    """The ids with one placeholder token for each item, which is what SGLang expands itself."""
-    out: list[int] = []
-    at = 0
-    for placed in media:
-        out += [*ids[at : placed.start], ids[placed.start]]
-        at = placed.end
-    return [*out, *ids[at:]]
 
 
 def parse(reply: Any, *, prompt_tokens: int, asked: int, experts: bool = False) -> Piece:

@@ -42,7 +42,6 @@ class SGLangSampler(Sampler):
     def __init__(self, context: RunContext, options: SGLangSamplerOptions) -> None:
         self.options = options
         self.fleet = Fleet(self._revive)
-        self.media = WireMedia()
         self.open = asyncio.Event()  # cleared while weights are replaced
         self._context = context
         self._version = -1
@@ -52,6 +51,12 @@ class SGLangSampler(Sampler):
         self._settings = settings.get_text_config()
         if options.routed_experts and not getattr(self._settings, "num_experts_per_tok", None):
             raise ConfigError(f"sampler.routed_experts: {settings.model_type} has no experts to record; leave it out")
+        self.media = WireMedia(
+            settings.model_type,
+            context.tokenizer,
+            context.processor,
+            lambda: [member.engine for member in self.fleet.members if member.engine.info],
+        )
         self._kept: list[tuple[str, torch.Tensor]] = []
         self._dtype = servers_dtype(options, settings)
         self._sender = build_sender(options, context, self._dtype)

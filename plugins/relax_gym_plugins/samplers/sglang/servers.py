@@ -7,6 +7,7 @@ import sys
 
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError
+from relax_gym_plugins.samplers.sglang import wire_video
 from relax_gym_plugins.samplers.sglang.engine import Engine
 from relax_gym_plugins.samplers.sglang.fleet import Member
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
@@ -41,13 +42,18 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext) -> M
         arguments["enable_return_routed_experts"] = True
     if options.colocate:
         arguments["enable_memory_saver"] = True
+    media: dict[str, str] = {}
+    if context.processor is not None:
+        media["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # it would keep what older weights made of an image
+        if "video" in context.processor.tokens:
+            arguments |= wire_video.ARGUMENTS
     devices = {"CUDA_VISIBLE_DEVICES": options.devices[number]} if number < len(options.devices) else {}
     process = ServerProcess(
         options.python or sys.executable,
         context.model_path,
         {**arguments, **options.server_args},
         log=context.run_dir / "sglang" / f"server-{number}.log",
-        env={**devices, **options.env},
+        env={**media, **devices, **options.env},
         timeout=options.launch_timeout,
     )
     engine = Engine(f"server {number}")

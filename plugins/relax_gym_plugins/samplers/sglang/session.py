@@ -16,7 +16,8 @@ from relax_gym.sampler import SamplingParams, Session
 from relax_gym.types import Completion, FinishReason, Placed
 from relax_gym_plugins.samplers.sglang.engine import EngineError
 from relax_gym_plugins.samplers.sglang.fleet import Member
-from relax_gym_plugins.samplers.sglang.protocol import BadReply, Piece, parse, sampling_body, unexpanded
+from relax_gym_plugins.samplers.sglang.protocol import BadReply, Piece, parse, sampling_body
+from relax_gym_plugins.samplers.sglang.wire_media import check_prompt
 
 if TYPE_CHECKING:
     from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
@@ -100,14 +101,15 @@ class SGLangSession(Session):
     ) -> FinishReason:
         """One request for what is missing."""
         sampler, spent = self._sampler, len(partial.ids)
-        encoded = await sampler.media.body(media)  # first: it takes time, in which weights may change
+        # First, as it takes time, in which weights may change.
+        ids, encoded = await sampler.media.request(prompt + partial.ids, media)
         await sampler.open.wait()
         async with sampler.fleet.lease(self._member, avoid=self._failed) as member:
             self._keep(member)
             version, outages, rid = sampler.version, member.outages, uuid.uuid4().hex
             body = {
                 "rid": rid,
-                "input_ids": unexpanded(prompt, media) + partial.ids,
+                "input_ids": ids,
                 "sampling_params": sampling_body(params, spent=spent),
                 "return_logprob": True,
                 "logprob_start_len": -1,
@@ -124,6 +126,7 @@ class SGLangSession(Session):
                     asked=params.max_new_tokens - spent,
                     experts=sampler.options.routed_experts,
                 )
+                check_prompt(reply, prompt + partial.ids)
                 versions = sampler.read_versions(piece, asked_at=version)
                 _check_allowed(piece, params)
             except asyncio.CancelledError:
