@@ -47,7 +47,7 @@ GPU_ARGUMENTS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
     "cuda_graph_backend_prefill": "disabled",
 }
-ARGUMENTS, ENVIRONMENT = (GPU_ARGUMENTS, {}) if torch.cuda.is_available() else (CPU_ARGUMENTS, CPU_ENVIRONMENT)
+ARGUMENTS = GPU_ARGUMENTS if torch.cuda.is_available() else CPU_ARGUMENTS
 TOLERANCE = 0.05 if torch.cuda.is_available() else 1e-4
 """Of log-probs: in bfloat16 on GPUs, float32 on CPUs."""
 
@@ -103,3 +103,22 @@ def attached(server: ServerProcess, model: Path, folder: Path, **options: Any) -
     os.environ[KEY] = server.headers["Authorization"].removeprefix("Bearer ")
     given = SGLangSamplerOptions(urls=(server.url,), api_key_env=KEY, **options)
     return SGLangSampler(context_of(model, folder), given)
+
+
+def processes(url: str) -> dict[int, str]:
+    """pid → name of all processes of the launched server at a URL."""
+    groups: dict[int, dict[int, str]] = {}
+    launched = None
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            left, _, right = (path / "stat").read_text().rpartition(") ")
+            command = (path / "cmdline").read_text(errors="replace").split("\0")
+        except OSError:  # it ended meanwhile
+            continue
+        pid, name = left.split(" (", 1)
+        group = int(right.split()[2])
+        groups.setdefault(group, {})[int(pid)] = name
+        if any("launcher.py" in word for word in command) and url.rpartition(":")[2] in command:
+            launched = group
+    assert launched is not None, f"nothing launched serves {url}"
+    return groups[launched]

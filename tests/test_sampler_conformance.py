@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_sglang import FakeSGLang, next_token
 from sampler_suite import CASES, Reference, Subject
-from sglang_kit import ARGUMENTS, ENVIRONMENT, TOLERANCE, sglang_python
+from sglang_kit import ARGUMENTS, GPU_ARGUMENTS, TOLERANCE, attached, sglang_python
 
 from relax_gym.config import RunConfig
 from relax_gym.context import RunContext
@@ -23,6 +23,7 @@ from relax_gym_plugins.samplers.local.sampler import LocalSampler
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 
+pytest_plugins = ["sglang_fixtures"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -40,7 +41,7 @@ def make_context(folder: Path) -> RunContext:
 
 
 @asynccontextmanager
-async def local(folder: Path) -> AsyncIterator[Subject]:
+async def local(folder: Path, _: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     context = make_context(folder)
     reference = Reference(load_language_model(context.model_path, dtype=torch.float32))
     sampler = LocalSampler(context, LocalSamplerOptions(dtype="float32", max_context=256))
@@ -54,7 +55,7 @@ async def local(folder: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def fake(folder: Path) -> AsyncIterator[Subject]:
+async def fake(folder: Path, _: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     def table(version: int, ids: list[int], temperature: float, bias: Any) -> Any:
         likely = next_token(str(version), ids)
         logprobs = np.full((1, 100), -np.inf)
@@ -74,16 +75,20 @@ async def fake(folder: Path) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def real(folder: Path) -> AsyncIterator[Subject]:
+async def real(folder: Path, request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
+    """A server of its own on a GPU, the one of all tests on a CPU; the last case leaves that with its own weights."""
     context = make_context(folder)
     reference = Reference(
         load_language_model(context.model_path, dtype=torch.float32), getattr(torch, ARGUMENTS["dtype"])
     )
-    options = SGLangSamplerOptions(
-        python=sglang_python(), server_args={**ARGUMENTS, "context_length": 256}, env=ENVIRONMENT
-    )
+    if torch.cuda.is_available():
+        options = SGLangSamplerOptions(python=sglang_python(), server_args=GPU_ARGUMENTS, max_context=256)
+        sampler = SGLangSampler(context, options)
+    else:
+        server, model = map(request.getfixturevalue, ("sglang_server", "tiny_qwen3"))
+        sampler = attached(server, model, folder, sync="ipc", max_context=256)
     yield Subject(
-        sampler=SGLangSampler(context, options),
+        sampler=sampler,
         table=reference.table,
         weights=reference.weights,
         tokenizer=context.tokenizer,
@@ -100,7 +105,7 @@ SUBJECTS = {"local": local, "fake": fake, "sglang": real}
 def playing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Runs a case with a sampler that serves all cases of its kind."""
     runner = asyncio.Runner()
-    subject = SUBJECTS[request.param](tmp_path_factory.mktemp(request.param))
+    subject = SUBJECTS[request.param](tmp_path_factory.mktemp(request.param), request)
 
     async def begin() -> Subject:
         made = await subject.__aenter__()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from sglang_kit import cpu_server
+from sglang_kit import cpu_server, processes
 from test_sglang_process import all_gone, in_loop
 
 from relax_gym.errors import SamplerError
@@ -16,20 +16,6 @@ from relax_gym_plugins.samplers.sglang.process import ServerProcess
 
 pytest_plugins = ["sglang_fixtures"]
 pytestmark = pytest.mark.sglang
-
-
-def members(server: ServerProcess) -> dict[str, int]:
-    """name → pid of all its processes."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            left, _, right = path.read_text().rpartition(") ")
-        except OSError:
-            continue
-        if int(right.split()[2]) == server.pid:
-            member, _, name = left.partition(" (")
-            found[name] = int(member)
-    return found
 
 
 @in_loop
@@ -53,11 +39,11 @@ def test_its_key_is_in_no_command_line(sglang_server: ServerProcess) -> None:
 async def test_nothing_of_it_survives_the_kill_of_its_launcher(tmp_path: Path, tiny_qwen3: Path) -> None:
     server = cpu_server(tiny_qwen3, tmp_path / "log")
     await server.start()
-    pids = members(server)
-    assert {"sglang::schedul", "sglang::detoken"} <= set(pids)
+    pids = processes(server.url)
+    assert {"sglang::schedul", "sglang::detoken"} <= set(pids.values())
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
-    assert await all_gone(list(pids.values()))
+    assert await all_gone(list(pids))
     assert not server.alive
     await server.stop()
 
