@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 from fake_sglang import FakeSGLang
+from test_sampler_conformance import make_context
 from test_sglang_protocol import read, reply
 from test_sglang_sampler import PROMPT, WEIGHTS, expected, using
 
@@ -164,7 +166,7 @@ def test_k35_servers_are_not_launched_to_give_log_probs_without_the_temperature(
 ) -> None:
     async def use(sampler: SGLangSampler) -> None:
         with pytest.raises(ConfigError, match=r"SGLANG_RETURN_ORIGINAL_LOGPROB .* unset it"):
-            launch(0, SGLangSamplerOptions(), sampler._context)
+            launch(0, SGLangSamplerOptions(), sampler._context, devices=None)
 
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     using([FakeSGLang()], use, tmp_path)
@@ -457,3 +459,28 @@ def test_k109_whatever_a_revival_dies_of_ends_the_wait() -> None:
             await fleet.available()
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_server_that_joins_gets_devices_that_no_other_has(tmp_path: Path) -> None:
+    sampler = SGLangSampler(make_context(tmp_path), SGLangSamplerOptions(engines=2, devices=("0,1", "2,3", "4,5")))
+    for devices in ("0,1", "2,3", "4,5"):
+        sampler.fleet.members.append(sampler._member(None))
+        assert sampler.fleet.members[-1].devices == devices
+    with pytest.raises(SamplerError, match=r"all of sampler.devices .* have a server; list those that may join"):
+        sampler._member(None)
+    sampler.fleet.members[1].state = State.GONE
+    assert sampler._member(None).devices == "2,3"
+
+
+class Bytes:
+    """A tokenizer with one token for each byte."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_stop_strings_of_many_bytes_are_found_over_a_weight_update(tmp_path: Path) -> None:
+    context = dataclasses.replace(make_context(tmp_path), tokenizer=Bytes())
+    sampler = SGLangSampler(context, SGLangSamplerOptions())
+    ids = [*"ab日本cd".encode()]
+    assert sampler.stop_length(ids, 3, ("日本",)) == 8

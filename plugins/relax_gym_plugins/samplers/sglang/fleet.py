@@ -27,11 +27,13 @@ class State(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A server and how busy we keep it. `connect` may be called again after a failure; `outages` counts those."""
+    """A server and how busy we keep it. `connect` may be called again after a failure; `outages` counts those.
+    `devices` are those of `sampler.devices` that it was launched on."""
 
     engine: Engine
     connect: Callable[[], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
+    devices: str | None = None
     state: State = State.JOINING
     in_flight: int = 0
     sessions: int = 0
@@ -67,6 +69,11 @@ class Fleet:
         self._revive, self._revivals = revive, revivals
         self._changed = asyncio.Condition()
         self._tasks: dict[Member, asyncio.Task[None]] = {}
+
+    @property
+    def present(self) -> list[Member]:
+        """Members that serve or may do so again."""
+        return [member for member in self.members if member.state is not State.GONE]
 
     @property
     def serving(self) -> list[Member]:
@@ -189,4 +196,4 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self.drop(member) for member in self.members if member.state is not State.GONE))
+        await asyncio.gather(*(self.drop(member) for member in self.present))

@@ -26,7 +26,9 @@ class SGLangSamplerOptions(Options):
     python: str | None = Field(None, description="interpreter that has SGLang installed; default: this one")
     env: dict[str, str] = Field(default_factory=dict, description="environment variables of launched servers")
     devices: tuple[str, ...] = Field(
-        (), description="CUDA_VISIBLE_DEVICES of each launched server, e.g. ['0,1', '2,3']; default: all see the same"
+        (),
+        description="CUDA_VISIBLE_DEVICES of each launched server, e.g. ['0,1', '2,3'], then of those that may join; "
+        "default: all see the same",
     )
     api_key_env: str | None = Field(None, description="environment variable that holds the key of attached servers")
     ca_file: str | None = Field(None, description="certificates to trust in https URLs; default: the system's")
@@ -80,7 +82,7 @@ class SGLangSamplerOptions(Options):
                 raise ValueError(f"{' and '.join(given)} are for launched servers; leave them out with urls")
         elif self.api_key_env:
             raise ValueError("api_key_env is for servers in urls; launched ones get a key of their own")
-        if self.devices and len(self.devices) != self.engines:
+        if self.devices and len(self.devices) < self.engines:
             raise ValueError(f"devices has {len(self.devices)} entries for {self.engines} engines; give one for each")
         return self
 

@@ -55,7 +55,7 @@ class SGLangSampler(Sampler):
             settings.model_type,
             context.tokenizer,
             context.processor,
-            lambda: [member.engine for member in self.fleet.members if member.engine.info],
+            lambda: [member.engine for member in self.fleet.present if member.engine.info],
         )
         self._kept: list[tuple[str, torch.Tensor]] = []
         self._dtype = servers_dtype(options, settings)
@@ -72,18 +72,18 @@ class SGLangSampler(Sampler):
     @property
     def max_context(self) -> int:
         """See `Sampler.max_context`."""
-        limits = [member.engine.max_context for member in self.fleet.members if member.engine.info]
+        limits = [
+            member.engine.max_context for member in self.fleet.present or self.fleet.members if member.engine.info
+        ]
         if not limits:
             raise SamplerError("the sglang sampler is not started; await start() first")
         return min([*limits, *([self.options.max_context] if self.options.max_context else [])])
 
     async def start(self) -> None:
         """Launch or attach to all servers."""
-        options, context = self.options, self._context
-        members = [attach(url, options) for url in options.urls] or [
-            launch(number, options, context) for number in range(options.engines)
-        ]
-        self.fleet.members += members
+        for url in self.options.urls or [None] * self.options.engines:
+            self.fleet.members.append(self._member(url))
+        members = list(self.fleet.members)
         await _together(member.connect() for member in members)
         _raise_first(await self._sender.open([member.engine for member in members]))
         for member in members:
@@ -111,9 +111,9 @@ class SGLangSampler(Sampler):
         """One more server, attached to by URL or launched. It serves once it has the current weights.
 
         Raises:
-            SamplerError: it cannot be reached or launched, or does not take the weights.
+            SamplerError: it cannot be reached or launched, or does not take the weights, or no devices are free.
         """
-        member = attach(url, self.options) if url else launch(len(self.fleet.members), self.options, self._context)
+        member = self._member(url)
         self.fleet.members.append(member)
         try:
             await self._revive(member)
@@ -121,6 +121,16 @@ class SGLangSampler(Sampler):
             await self.fleet.drop(member)
             raise
         return member
+
+    def _member(self, url: str | None) -> Member:
+        if url:
+            return attach(url, self.options)
+        given, taken = self.options.devices, {member.devices for member in self.fleet.present}
+        free = [devices for devices in given if devices not in taken]
+        if given and not free:
+            raise SamplerError(f"all of sampler.devices {list(given)} have a server; list those that may join as well")
+        number = len(self.fleet.members)
+        return launch(number, self.options, self._context, devices=free[0] if free else None)
 
     async def remove_engine(self, member: Member) -> None:
         """Send a server nothing more, wait for what it still has, then close it."""
@@ -222,7 +232,7 @@ class SGLangSampler(Sampler):
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises SamplerError for a request that a server would refuse, or die of."""
         size = self._settings.vocab_size
-        if not prompt or not all(0 <= id < size for id in prompt):
+        if not prompt or min(prompt) < 0 or max(prompt) >= size:
             raise SamplerError(f"a prompt must be ids below {size}, at least one; got {list(prompt)[:20]}")
         if (total := len(prompt) + params.max_new_tokens) > self.max_context:
             raise SamplerError(
@@ -251,8 +261,9 @@ class SGLangSampler(Sampler):
         Servers look for stop strings only in what one request samples.
         """
         decode = self._context.tokenizer.decode
-        start = max(0, before - max(map(len, stop)))
-        for end in range(before + 1, min(len(ids), before + max(map(len, stop))) + 1):
+        longest = max(len(string.encode()) for string in stop)  # tokens have a byte at least
+        start = max(0, before - longest)
+        for end in range(before + 1, min(len(ids), before + longest) + 1):
             text = decode(list(ids[start:end]), skip_special_tokens=False)
             if any(string in text for string in stop):
                 return end

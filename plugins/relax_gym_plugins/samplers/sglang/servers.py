@@ -27,8 +27,8 @@ def attach(url: str, options: SGLangSamplerOptions) -> Member:
     return Member(engine, connect=engine.connect, close=engine.aclose)
 
 
-def launch(number: int, options: SGLangSamplerOptions, context: RunContext) -> Member:
-    """A server of our own. `connect` starts it, again too.
+def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, devices: str | None) -> Member:
+    """A server of our own, on GPUs as in CUDA_VISIBLE_DEVICES, None for all. `connect` starts it, again too.
 
     Raises:
         ConfigError: its environment or arguments are wrong.
@@ -47,13 +47,13 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext) -> M
         media["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # it would keep what older weights made of an image
         if "video" in context.processor.tokens:
             arguments |= wire_video.ARGUMENTS
-    devices = {"CUDA_VISIBLE_DEVICES": options.devices[number]} if number < len(options.devices) else {}
+    visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     process = ServerProcess(
         options.python or sys.executable,
         context.model_path,
         {**arguments, **options.server_args},
         log=context.run_dir / "sglang" / f"server-{number}.log",
-        env={**media, **devices, **options.env},
+        env={**media, **visible, **options.env},
         timeout=options.launch_timeout,
     )
     engine = Engine(f"server {number}")
@@ -67,4 +67,4 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext) -> M
         await engine.aclose()
         await process.stop()
 
-    return Member(engine, connect=connect, close=close)
+    return Member(engine, connect=connect, close=close, devices=devices)
