@@ -158,6 +158,7 @@ def test_what_soundfile_cannot_read_is_read_by_pyav(tmp_path: Path) -> None:
         (wav()[:-1000], "was cut off: its last 1,000 bytes are missing"),
         (wav(kind="FLAC", subtype="PCM_16")[:5000], "cannot be read as a sound"),
     ],
+    ids=["nothing", "text", "no samples", "long", "cut WAV", "cut FLAC"],  # a file holds the time it was made
 )
 def test_k64_broken_and_absurd_files_are_refused(data: bytes, why: str) -> None:
     with pytest.raises(MediaError, match=why):
