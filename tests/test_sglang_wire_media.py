@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from pathlib import Path
 from typing import Any
 
 import av
@@ -16,11 +17,15 @@ import soundfile
 from media_kit import audio, image, user
 
 from relax_gym.chat import Conversation
+from relax_gym.config import RunConfig
+from relax_gym.context import RunContext
 from relax_gym.errors import SamplerError
 from relax_gym.media.items import Media, Video
 from relax_gym_plugins.samplers.sglang import wire_video
 from relax_gym_plugins.samplers.sglang.engine import Engine, Features
+from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.protocol import BadReply
+from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 from relax_gym_plugins.samplers.sglang.wire_media import WireMedia, check_prompt
 
 
@@ -136,6 +141,36 @@ def test_prompts_that_servers_would_encode_otherwise_are_refused() -> None:
     assert ids(image())[-4:] == pieces
     with pytest.raises(SamplerError, match="encodes the text of prompts with sounds or videos anew"):
         ids(clip())
+
+
+def test_attached_servers_that_may_keep_what_older_weights_saw_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = families.folder("qwen3_vl")
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": str(path)},
+            "env": [{"id": "test/None-v0"}],
+            "algorithm": {"name": "grpo"},
+            "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    context = RunContext(
+        config=config,
+        run_dir=tmp_path,
+        model_path=path,
+        tokenizer=families.renderer("qwen3_vl").tokenizer,
+        processor=families.processor("qwen3_vl"),
+    )
+
+    async def main() -> None:
+        sampler = SGLangSampler(context, SGLangSamplerOptions(urls=("http://127.0.0.1:9",), sync="disk"))
+        with pytest.raises(SamplerError, match=r"127\.0\.0\.1:9"):
+            await sampler.start()
+        await sampler.aclose()
+
+    asyncio.run(main())
+    assert "must run with SGLANG_VLM_CACHE_SIZE_MB=0" in caplog.text
 
 
 def test_prompts_that_servers_say_they_read_are_compared() -> None:

@@ -124,6 +124,8 @@ class SGLangSampler(Sampler):
 
     def _member(self, url: str | None) -> Member:
         if url:
+            if self._context.processor is not None:
+                log.warning("%s must run with SGLANG_VLM_CACHE_SIZE_MB=0, or it keeps what older weights saw", url)
             return attach(url, self.options)
         given, taken = self.options.devices, {member.devices for member in self.fleet.present}
         free = [devices for devices in given if devices not in taken]
