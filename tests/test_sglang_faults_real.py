@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sglang_kit import CPU_ARGUMENTS, CPU_ENVIRONMENT, attached, changed, context_of, processes, sglang_python
 from test_sglang_process import all_gone, comes_true
 
@@ -25,7 +26,7 @@ from relax_gym_plugins.samplers.sglang.process import ServerProcess
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 
 pytest_plugins = ["sglang_fixtures"]
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = [5, 20, 33, 47]
 NO_END = dict.fromkeys((0, 1, 2), -math.inf)  # the special ids
@@ -88,6 +89,33 @@ def test_what_is_too_long_is_refused_at_once(lent_server: ServerProcess, tiny_qw
             body: dict[str, Any] = {"input_ids": [7] * 9000, "sampling_params": {"max_new_tokens": 2}}
             await engine.generate(body, timeout=60)
         assert refusal.value.refused
+
+    using(attached(lent_server, tiny_qwen3, tmp_path, sync="ipc"), use, tiny_qwen3)
+
+
+def test_requests_that_do_not_fit_together_wait_their_turn(
+    lent_server: ServerProcess, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    """Their keys and values are more than the server has room for: some wait in its queue, which nobody notices."""
+    prompts = [[5 + number, *range(20, 100)] * 8 for number in range(12)]
+    model = changed(tiny_qwen3, 0)
+
+    @torch.no_grad()
+    def logprobs(prompt: list[int], ids: tuple[int, ...]) -> torch.Tensor:
+        logits = model(torch.tensor([[*prompt, *ids[:-1]]])).logits[0, len(prompt) - 1 :]
+        logits[:, list(NO_END)] = -math.inf
+        return logits.log_softmax(-1)[range(len(ids)), list(ids)]
+
+    async def use(sampler: SGLangSampler) -> None:
+        assert (
+            12 * (len(prompts[0]) + LONG.max_new_tokens) > sampler.fleet.members[0].engine.info["max_total_num_tokens"]
+        )
+        sessions = [sampler.open_session() for _ in prompts]
+        found = await asyncio.gather(*(s.generate(p, LONG) for s, p in zip(sessions, prompts, strict=True)))
+        for prompt, completion in zip(prompts, found, strict=True):
+            expected = logprobs(prompt, completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        assert "failures" not in sampler.metrics()
 
     using(attached(lent_server, tiny_qwen3, tmp_path, sync="ipc"), use, tiny_qwen3)
 
