@@ -27,11 +27,11 @@ VIDEO_VERSION = (0, 5, 23)
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One item: what is sent, and how many tokens around its placeholders the server writes itself."""
+    """One item: what is sent, and the text around its placeholders that the server writes itself."""
 
     uris: list[str]
-    before: int = 0
-    after: int = 0
+    before: str = ""
+    after: str = ""
 
 
 class WireMedia:
@@ -71,13 +71,16 @@ class WireMedia:
         at = 0
         for placed in media:
             wire = self._made[placed.media]
-            out += [*ids[at : placed.start - wire.before], *[ids[placed.start]] * len(wire.uris)]
-            at = placed.end + wire.after
+            out += [*ids[at : placed.start - self._count(wire.before)], *[ids[placed.start]] * len(wire.uris)]
+            at = placed.end + self._count(wire.after)
             body.setdefault(f"{placed.media.kind}_data", []).extend(wire.uris)
         out += ids[at:]
         if any(not isinstance(placed.media, Image) for placed in media):
             self._check_text(out)
         return out, body
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False)) if text else 0
 
     def _check(self, item: Media) -> None:
         if isinstance(item, Audio) and self._model_type == "qwen2_audio":
@@ -135,9 +138,8 @@ class WireMedia:
                 f"{item!r} is scaled for all its frames together, which SGLang cannot do here; lower "
                 "media.resize_pixels or media.video_max_frames, or use the local sampler"
             )
-        before, after = features.text.split(token)[0], features.text.split(token)[-1]
         uris = [_uri("video/avi", data) for data in pairs(item.frames, features.text)]
-        return Wire(uris, before=len(self._tokenizer.encode(before)), after=len(self._tokenizer.encode(after)))
+        return Wire(uris, before=features.text.split(token)[0], after=features.text.split(token)[-1])
 
 
 def check_prompt(reply: Mapping[str, Any], ids: Sequence[int]) -> None:
