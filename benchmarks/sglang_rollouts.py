@@ -92,7 +92,8 @@ def offline(work: Work, folder: Path, args: argparse.Namespace) -> dict[str, Any
     log = folder / "offline.log"
     with log.open("w") as out:
         command = [args.python, str(OFFLINE), *map(str, files)]
-        code = subprocess.run(command, env=child_environment(args.python, environment), stdout=out, stderr=out).returncode
+        env = child_environment(args.python, environment)
+        code = subprocess.run(command, env=env, stdout=out, stderr=out).returncode
     if code:
         raise SystemExit(f"{' '.join(command)} ended with {code}:\n{log.read_text()[-3000:]}")
     found: dict[str, Any] = json.loads(files[1].read_text())
