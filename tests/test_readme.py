@@ -124,7 +124,7 @@ def test_the_endpoint_of_the_readme(capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_continuous_integration_runs_the_test_command_of_the_readme() -> None:
     assert "readme_blocks.py tests" in (ROOT / ".ci" / "run").read_text()
-    assert BLOCKS["tests"][1].strip().endswith("&& pytest")
+    assert BLOCKS["tests"][1].strip().endswith("&& pytest -n 2")
 
 
 @pytest.mark.slow
