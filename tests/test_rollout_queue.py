@@ -113,6 +113,15 @@ def test_k100_a_stale_token_is_refused_at_the_learner() -> None:
     assert asyncio.run(main()) == [5]  # and stays, so that the end of the run keeps it
 
 
+@pytest.mark.parametrize(("staleness", "expected"), [(0, [14, 15]), (1, [14, 15, 16, 17])])
+def test_k102_a_run_that_goes_on_admits_no_more_than_one_that_begins(staleness: int, expected: list[int]) -> None:
+    async def main() -> list[int]:
+        queue = RolloutQueue(groups_per_step=2, max_staleness=staleness, first_step=7, last_step=20)
+        return await admitted(queue)
+
+    assert asyncio.run(main()) == expected
+
+
 def test_a_group_handed_in_is_there_even_if_the_one_who_does_is_cancelled() -> None:
     async def main() -> list[int]:
         queue = RolloutQueue(groups_per_step=1, max_staleness=1, first_step=0, last_step=1)
