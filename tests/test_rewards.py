@@ -277,7 +277,7 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
 
 
 def test_k72_an_endless_check_scores_zero_is_counted_and_leaves_no_process() -> None:
-    reward = Math(timeout=0.5, workers=1)
+    reward = Math(timeout=5, workers=1)
 
     async def both() -> tuple[float, float]:
         hung = await reward(episode("$9^{9^{9^9}}$", answer="$x+1$"))
