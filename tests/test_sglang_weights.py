@@ -247,7 +247,7 @@ def test_k107_a_server_that_fails_is_named_and_stops_no_other(
 ) -> None:
     found = servers(ports, 3, s1=faults)
     weights = awkward()
-    failed = asyncio.run(IpcSender(bucket_bytes=64, timeout=1).send(found, weights.items(), 5))
+    failed = asyncio.run(IpcSender(bucket_bytes=64, timeout=3).send(found, weights.items(), 5))
     assert list(failed) == [found[1]]
     assert isinstance(failed[found[1]], SamplerError)
     assert message in str(failed[found[1]])
@@ -284,7 +284,7 @@ def test_k106_a_cancelled_update_ends_its_session(ports: list[int]) -> None:
 def test_k108_shared_memory_is_given_back(ports: list[int], fault: str) -> None:
     found = servers(ports, 2, s1={UPDATE: ["ok", fault]})
     files = set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
-    asyncio.run(IpcSender(bucket_bytes=64, timeout=1).send(found, awkward().items(), 5))
+    asyncio.run(IpcSender(bucket_bytes=64, timeout=3).send(found, awkward().items(), 5))
     assert set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")) <= files
 
 
@@ -349,7 +349,7 @@ def test_disk_leaves_nothing_of_weights_that_could_not_be_written(ports: list[in
 def test_k107_disk_names_the_server_that_fails(ports: list[int], tmp_path: Path) -> None:
     path = "/update_weights_from_disk"
     found = servers(ports, 3, s0={path: ["error"]}, s2={path: ["hang"]})
-    sender = DiskSender(tmp_path / "weights", model_folder(tmp_path), timeout=1)
+    sender = DiskSender(tmp_path / "weights", model_folder(tmp_path), timeout=3)
     failed = asyncio.run(sender.send(found, [("a", torch.zeros(4))], 1))
     assert set(failed) == {found[0], found[2]}
     assert [state["version"] for state in states(found)] == ["default", "1", "default"]

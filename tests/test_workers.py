@@ -63,7 +63,7 @@ def test_waiting_for_a_thread_is_not_run_time() -> None:
     async def main() -> list[int]:
         threads = WorkerThreads("t", limit=1)
         pause = threading.Event()
-        return await asyncio.gather(*(threads.call(lambda i=i: pause.wait(0.1) or i, timeout=0.5) for i in range(8)))
+        return await asyncio.gather(*(threads.call(lambda i=i: pause.wait(0.3) or i, timeout=2) for i in range(8)))
 
     assert asyncio.run(main()) == list(range(8))
 
