@@ -22,3 +22,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+LONGEST = ("test_readme.py", "test_media_learns.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes begins first, so that two workers end together."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
