@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from relax_gym.errors import SamplerError, reason
-from relax_gym.sampler import Weights
-from relax_gym_plugins.samplers.sglang.weights.base import FAREWELL, Failures, Server, Update, WeightSender
-from relax_gym_plugins.samplers.sglang.weights.buckets import BUCKET_BYTES, Bucket, buckets
+from relax_gym_plugins.samplers.sglang.weights.base import FAREWELL, Failures, Server, Update
+from relax_gym_plugins.samplers.sglang.weights.buckets import BUCKET_BYTES, Bucket, BucketSender
 from relax_gym_plugins.samplers.sglang.weights.group import Backend, Group, check_nccl, in_thread, own_address
 
 LINGER = 2.0
 """Seconds to leave the store open after a failure to join: whoever has not reached it yet would try for very long."""
 
 
-class BroadcastSender(WeightSender):
+class BroadcastSender(BucketSender):
     """`/update_weights_from_distributed` with flattened buckets, over one group of the learner and all ranks.
 
     When a server fails, the group is left and another one made without it, and the bucket is sent again. Servers that
-    were caught in the broadcast take part again if they answer; with NCCL they may hang with it and fail too.
+    were caught in the broadcast take part again if they answer; with NCCL they may hang with it and fail too. Servers
+    that are new or gone since the last update make it a new group.
     """
 
     def __init__(
@@ -43,9 +43,8 @@ class BroadcastSender(WeightSender):
             timeout: seconds that joining the group and each bucket may take.
             address: of this machine, as servers reach it; default: of the interface that leads to them.
         """
-        self._backend, self._dtype, self._bucket_bytes = backend, dtype, bucket_bytes
-        self._timeout = timeout
-        self._address = address
+        super().__init__(dtype=dtype, bucket_bytes=bucket_bytes, timeout=timeout)
+        self._backend, self._address = backend, address
         self._farewell = min(FAREWELL, timeout)
         self._group: Group | None = None
         self._members: tuple[Server, ...] = ()
@@ -59,18 +58,6 @@ class BroadcastSender(WeightSender):
             await self._leave()  # whoever asks to be let in has forgotten the group, as a server that was restarted
         update = Update(servers, self._timeout)
         await self._gather(update)
-        return update.failed
-
-    async def send(self, servers: Sequence[Server], weights: Weights, version: int, *, flush: bool = True) -> Failures:
-        """See `WeightSender.send`. Servers that are new or gone since make it a new group."""
-        update = Update(servers, self._timeout)
-        async with update.session():
-            pending = buckets(weights, self._dtype, self._bucket_bytes)
-            while update.live and (bucket := await asyncio.to_thread(next, pending, None)):
-                extra = (
-                    {"flush_cache": flush, "weight_version": str(version)} if bucket.last else {"flush_cache": False}
-                )
-                await self._send(update, bucket, extra)
         return update.failed
 
     async def _send(self, update: Update, bucket: Bucket, extra: dict[str, Any]) -> None:

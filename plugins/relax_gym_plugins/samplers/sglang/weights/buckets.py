@@ -1,8 +1,10 @@
-"""Weights in buckets: at most so many bytes at a time, cast, laid out one after the other."""
+"""Weights in buckets: at most so many bytes at a time, cast, laid out one after the other; and sending these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from relax_gym.sampler import Weights
+from relax_gym_plugins.samplers.sglang.weights.base import Failures, Server, Update, WeightSender
 
 BUCKET_BYTES = 512 << 20
 
@@ -91,3 +94,33 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def size(tensor: Tensor, dtype: torch.dtype | None) -> int:
     """The bytes of a tensor as it is sent."""
     return tensor.numel() * cast(tensor, dtype).itemsize
+
+
+class BucketSender(WeightSender):
+    """Sends one bucket after the other to all servers at once."""
+
+    def __init__(
+        self, *, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES, timeout: float = 120.0
+    ) -> None:
+        """
+        Args:
+            dtype: the servers'; None sends tensors as they are.
+            bucket_bytes: memory that an update may take on top; one tensor that is larger takes its size.
+            timeout: seconds that a server may take for one bucket.
+        """
+        self._dtype, self._bucket_bytes, self._timeout = dtype, bucket_bytes, timeout
+
+    async def send(self, servers: Sequence[Server], weights: Weights, version: int, *, flush: bool = True) -> Failures:
+        """See `WeightSender.send`."""
+        update = Update(servers, self._timeout)
+        async with update.session():
+            pending = buckets(weights, self._dtype, self._bucket_bytes)
+            # In threads, as computing weights (of adapters, say) and packing them takes long.
+            while update.live and (bucket := await asyncio.to_thread(next, pending, None)):
+                last = {"flush_cache": flush, "weight_version": str(version)}
+                await self._send(update, bucket, last if bucket.last else {"flush_cache": False})
+        return update.failed
+
+    @abstractmethod
+    async def _send(self, update: Update, bucket: Bucket, extra: dict[str, Any]) -> None:
+        """Bring one bucket to the live servers, with `extra` in the request; drop those that fail."""
