@@ -29,7 +29,7 @@ class TestExample:
     def test_rl_raises_what_is_held_out_beyond_chance(self, example: str, blind: float, tmp_path: Path) -> None:
         before, after = accuracies(example, tmp_path / "run")
         assert after >= max(0.85, blind + LUCK)
-        assert after - before >= 0.05
+        assert 1 - after <= (1 - before) / 2  # half of the errors at least
 
     def test_nothing_is_learned_from_media_of_other_episodes(self, example: str, blind: float, tmp_path: Path) -> None:
         _, after = accuracies(example, tmp_path / "run", "env.0.kwargs.shuffle_media=true")
