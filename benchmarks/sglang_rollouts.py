@@ -1,9 +1,13 @@
 """Output tokens/s of concurrent multi-turn episodes on an SGLang server, as a ratio to SGLang's offline engine.
 
 Both sides have the same model (Qwen3's shape, random weights), arguments, prompts, lengths and log-probs, and their
-caches across turns. An episode of the sampler goes on as soon as its own turn is done; the offline engine, in a process
-of its own while no server runs, gets all prompts of a turn in one call. Nothing ends early: every completion is checked
+caches across turns. An episode of the sampler goes on as soon as its own turn is done. The offline engine, in a process
+of its own while no server runs, is used in both ways it has: `generate` with all prompts of a turn in one call, which
+ends with the longest, and `async_generate` for each episode by itself. Nothing ends early: every completion is checked
 to have all its tokens. Prompts are new in every repeat; the first repeat of each side is a warm-up.
+
+`--spread 0` gives all completions one length: all episodes then end their turns together. With 0.5 each has between
+half and one and a half times as many tokens.
 
     python benchmarks/sglang_rollouts.py --write
 """
@@ -32,7 +36,7 @@ from sglang_kit import (
     read_weights,
     server_setup,
 )
-from sglang_offline import random_ids
+from sglang_offline import WAYS, completion_length, random_ids
 
 from relax_gym.sampler import SamplingParams
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
@@ -46,9 +50,10 @@ async def episode(sampler: SGLangSampler, work: Work, name: str) -> None:
     session, size = sampler.open_session(), work["vocabulary"]
     prompt = random_ids(name, work["prompt"], size)
     for turn in range(work["turns"]):
-        out = await session.generate(prompt, SamplingParams(max_new_tokens=work["output"]))
-        if len(out.token_ids) != work["output"]:
-            raise SystemExit(f"a completion has {len(out.token_ids)} tokens, not {work['output']}: {out.finish_reason}")
+        length = completion_length(name, turn, work)
+        out = await session.generate(prompt, SamplingParams(max_new_tokens=length))
+        if len(out.token_ids) != length:
+            raise SystemExit(f"a completion has {len(out.token_ids)} tokens, not {length}: {out.finish_reason}")
         prompt = [*prompt, *out.token_ids, *random_ids(f"{name}/{turn}", work["observation"], size)]
     session.close()
 
@@ -112,29 +117,40 @@ def possible_hits(work: Work) -> float:
     return float(1 - len(lengths) * (work["observation"] + 1) / sum(lengths))  # a last token is sampled, but not read
 
 
+def tokens_of(work: Work, concurrency: int, name: str) -> int:
+    """Tokens that all episodes of a repeat sample."""
+    turns = range(work["turns"])
+    return sum(completion_length(f"{name}/{number}", turn, work) for number in range(concurrency) for turn in turns)
+
+
 def row(work: Work, concurrency: int, sides: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Tokens per second of both sides over all rounds."""
-    tokens = concurrency * work["turns"] * work["output"]
+    """Tokens per second of all sides over all rounds."""
     out: dict[str, Any] = {"concurrency": concurrency}
     for side, rounds in sides.items():
+        name = f"{concurrency}" if side == "sampler" else f"{concurrency}-{side}"
+        tokens = [tokens_of(work, concurrency, f"{name}-{n + 1}") for n in range(work["repeats"])]
         found = [one[str(concurrency)] for one in rounds]
-        rates = [tokens / seconds for one in found for seconds in one["seconds"]]
+        rates = [count / s for one in found for count, s in zip(tokens, one["seconds"], strict=True)]
         out[f"{side}_tokens_per_second"] = [round(rate, 1) for rate in rates]
         out[f"{side}_cache_hit_rate"] = found[-1]["cache_hit_rate"]
-    medians = [statistics.median(out[f"{side}_tokens_per_second"]) for side in ("sampler", "engine")]
-    out["ratio_of_medians"] = round(medians[0] / medians[1], 3)
+    for way in WAYS:
+        medians = [statistics.median(out[f"{side}_tokens_per_second"]) for side in ("sampler", way)]
+        out[f"ratio_to_{way}"] = round(medians[0] / medians[1], 3)
     return out
 
 
 def show(result: dict[str, Any]) -> None:
     """Print the table."""
     print(f"cache hits that are possible after the first turn: {result['possible_cache_hit_rate']:.3f}\n")
-    print("| episodes at once | sampler, tokens/s | offline engine, tokens/s | ratio of medians | cache hits (both) |")
-    print("|---:|---:|---:|---:|---:|")
+    print(
+        "| episodes at once | sampler, tokens/s | generate by turn | async_generate by episode | ratios | cache hits |"
+    )
+    print("|---:|---:|---:|---:|---:|---:|")
     for r in result["rows"]:
-        rates = [f"{statistics.median(r[f'{side}_tokens_per_second']):,.0f}" for side in ("sampler", "engine")]
-        hits = [f"{r[f'{side}_cache_hit_rate'] or 0:.3f}" for side in ("sampler", "engine")]
-        print(f"| {r['concurrency']:,} | {rates[0]} | {rates[1]} | {r['ratio_of_medians']} | {', '.join(hits)} |")
+        rates = [f"{statistics.median(r[f'{side}_tokens_per_second']):,.0f}" for side in ("sampler", *WAYS)]
+        hits = [f"{r[f'{side}_cache_hit_rate'] or 0:.3f}" for side in ("sampler", *WAYS)]
+        ratios = [f"{r[f'ratio_to_{way}']:.3f}" for way in WAYS]
+        print(f"| {r['concurrency']:,} | {' | '.join(rates)} | {', '.join(ratios)} | {', '.join(hits)} |")
 
 
 def main() -> None:
@@ -145,24 +161,27 @@ def main() -> None:
     made.add_argument("--turns", type=int, default=3)
     for name, tokens in {"prompt": 256, "output": 128, "observation": 32}.items():
         made.add_argument(f"--{name}", type=int, default=tokens, help="tokens")
+    made.add_argument("--spread", type=float, default=0.0, help="share by which completions are longer or shorter")
     made.add_argument("--repeats", type=int, default=3, help="of each concurrency, after one to warm up")
     made.add_argument("--rounds", type=int, default=1, help="starts of each side, in turns")
     args = made.parse_args()
-    lengths = ("turns", "prompt", "output", "observation", "concurrency", "repeats")
+    lengths = ("turns", "prompt", "output", "observation", "spread", "concurrency", "repeats")
     with tempfile.TemporaryDirectory() as folder:
         model = build_model(args.size, Path(folder) / "model", getattr(torch, args.dtype))
         work = {name: getattr(args, name) for name in lengths}
         work |= {"model": str(model), "vocabulary": SHAPES[args.size].vocabulary}
-        sides: dict[str, list[dict[str, Any]]] = {"engine": [], "sampler": []}
+        sides: dict[str, list[dict[str, Any]]] = {"sampler": [], **{way: [] for way in WAYS}}
         for _ in range(args.rounds):
-            sides["engine"].append(offline(work, Path(folder), args))
-            print("engine:", json.dumps(sides["engine"][-1]), flush=True)  # in case the other side fails
+            found = offline(work, Path(folder), args)
+            print("engine:", json.dumps(found), flush=True)  # in case the other side fails
+            for way in WAYS:
+                sides[way].append(found[way])
             sides["sampler"].append(asyncio.run(through_sampler(work, Path(folder), args)))
     rows = [row(work, concurrency, sides) for concurrency in args.concurrency]
-    head = {**machine(args, server_setup(args, **ours(args))[0]), "size": args.size}
+    head = {**machine(args, server_setup(args, **ours(args))[0]), "size": args.size, "spread": args.spread}
     result = {**head, "possible_cache_hit_rate": possible_hits(work), "rows": rows}
     show(result)
-    finish(result, "sglang_rollouts", args)
+    finish(result, f"sglang_rollouts{'_spread' if args.spread else ''}", args)
 
 
 if __name__ == "__main__":
