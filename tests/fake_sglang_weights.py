@@ -271,6 +271,7 @@ async def serve(listener: socket.socket, update_session: bool) -> None:
 
 
 def main(kinds: list[str]) -> None:
+    os.environ.update(NCCL_CUMEM_ENABLE="0", NCCL_NVLS_ENABLE="0")  # as SGLang does
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in kinds]
     print(json.dumps([listener.getsockname()[1] for listener in listeners]), flush=True)
     for listener, kind in zip(listeners, kinds, strict=True):

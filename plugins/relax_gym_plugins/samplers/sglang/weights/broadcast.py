@@ -149,12 +149,12 @@ class BroadcastSender(BucketSender):
             await self._leave()
             if waiting := [post for post in posts if not post.done()]:
                 await asyncio.wait(waiting, timeout=self._farewell)
-            for post in waiting:
-                if not post.done():
-                    late = SamplerError(f"{posts[post].url} did not take its part within {self._timeout:g} s")
-                    update.drop(posts[post], late)
             if ours.done() and (error := ours.exception()):
                 self._trouble = reason(error)
+            for post in waiting:
+                if not post.done():
+                    late = f"{posts[post].url} did not take its part within {self._timeout:g} s: {self._trouble}"
+                    update.drop(posts[post], SamplerError(late))
             return False
         except BaseException:
             await self._leave()  # in the middle of something
