@@ -151,28 +151,62 @@ def accumulate_policy_gradient(
     with policy.autocast():
         for index, batch in enumerate(part.micro_batches):
             logprobs, terms = _score(policy, algorithm, distiller, batch, tally)
-            rollout = torch.from_numpy(batch.logprobs).to(logprobs)
-            # The loss is a function of [N] numbers: differentiated apart from the model, its pieces can be looked at.
-            leaf = logprobs.detach().requires_grad_()
-            tokens = TrainedTokens(
-                logprobs=leaf,
-                old_logprobs=logprobs.detach() if old is None else old[index].to(logprobs),
-                rollout_logprobs=rollout,
-                advantages=torch.from_numpy(batch.advantages).to(logprobs),
-                sample=torch.from_numpy(batch.sample).to(logprobs.device),
-                num_samples=len(batch.token_counts),
+            loss, pairs = differentiate(
+                algorithm,
+                part,
+                batch,
+                logprobs,
+                terms,
+                old=None if old is None else old[index],
+                reference=None if reference is None else reference[index],
+                tally=tally,
+                first=first,
+                step=step,
             )
-            weights = _weights(algorithm, part, batch).to(logprobs)
-            loss, grad = _loss(algorithm, tokens, weights, None if reference is None else reference[index], tally)
-            loss += sum(factor * (weights * value.detach()).sum().item() for value, factor in terms)
-            if not math.isfinite(loss):
-                raise TrainingError(non_finite("loss", loss, step))
             total += loss
-            _backward(policy, [(logprobs, grad), *((value, factor * weights) for value, factor in terms)])
-            if first:
-                _compare(algorithm, tokens, tally)
-            del logprobs, terms  # or what their backward needs would outlive it into the next micro-batch
+            _backward(policy, pairs)
+            del logprobs, terms, pairs  # or what their backward needs would outlive it into the next micro-batch
     return total
+
+
+def differentiate(
+    algorithm: Algorithm,
+    part: Part,
+    batch: MicroBatch,
+    logprobs: Tensor,
+    terms: Sequence[tuple[Tensor, float]],
+    *,
+    old: Tensor | None,
+    reference: Tensor | None,
+    tally: Tally,
+    first: bool,
+    step: int,
+) -> tuple[float, list[tuple[Tensor, Tensor]]]:
+    """The loss of one micro-batch, and tensors [N] each with the gradient of the loss against it.
+
+    The loss is a function of [N] numbers: differentiated apart from the model, its pieces can be looked at, and any
+    backward can go on from here. `terms` are what else of each token is in the loss, [N], with a factor; for the others
+    see `accumulate_policy_gradient`.
+
+    Raises:
+        TrainingError: the loss is not finite.
+    """
+    tokens = TrainedTokens(
+        logprobs=logprobs.detach().requires_grad_(),
+        old_logprobs=logprobs.detach() if old is None else old.to(logprobs),
+        rollout_logprobs=torch.from_numpy(batch.logprobs).to(logprobs),
+        advantages=torch.from_numpy(batch.advantages).to(logprobs),
+        sample=torch.from_numpy(batch.sample).to(logprobs.device),
+        num_samples=len(batch.token_counts),
+    )
+    weights = _weights(algorithm, part, batch).to(logprobs)
+    loss, grad = _loss(algorithm, tokens, weights, reference, tally)
+    loss += sum(factor * (weights * value.detach()).sum().item() for value, factor in terms)
+    if not math.isfinite(loss):
+        raise TrainingError(non_finite("loss", loss, step))
+    if first:
+        _compare(algorithm, tokens, tally)
+    return loss, [(logprobs, grad), *((value, factor * weights) for value, factor in terms)]
 
 
 def _score(
