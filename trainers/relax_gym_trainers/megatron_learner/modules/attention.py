@@ -103,7 +103,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         key, value = self._gather(key, value, pieces)
         lengths = (pieces.queries, pieces.keys, pieces.keys)
         runs: Any = zip(*map(torch.split, (query, key, value), lengths), strict=True)
-        return torch.cat([_sdpa(*run, self.scale) for run in runs])
+        return torch.cat([_sdpa(q, k, v, self.scale) for q, k, v in runs])
 
     def _gather(self, key: Tensor, value: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """This rank's keys and values → those that each piece looks at, one after the other."""
