@@ -139,19 +139,16 @@ class _Item:
 def _all_bins(groups: Sequence[Sequence[_Item]], *, ranks: int, budget: int, multiple: int) -> tuple[list[Bin], int]:
     """At most `ranks` · count micro-batches, and count: the fewest for each kind, then more where they cost most."""
     found = [_fewest_bins(items, budget) for items in groups]
-    count = math.ceil(sum(map(len, found)) / (ranks * multiple)) * multiple
-    full = [False] * len(groups)
-    for _ in range(ranks * count - sum(map(len, found))):
-        open_ = [kind for kind, items in enumerate(groups) if not full[kind] and len(found[kind]) < len(items)]
-        if not open_:
+    sizes = [len(bins) for bins in found]
+    costs = [sum(item.cost for item in items) for items in groups]
+    count = math.ceil(sum(sizes) / (ranks * multiple)) * multiple
+    for _ in range(ranks * count - sum(sizes)):
+        splittable = [kind for kind, items in enumerate(groups) if sizes[kind] < len(items)]
+        if not splittable:
             break
-        kind = max(open_, key=lambda kind: sum(item.cost for item in groups[kind]) / len(found[kind]))
-        more = _bins(groups[kind], len(found[kind]) + 1, budget)
-        if more is None:
-            full[kind] = True
-        else:
-            found[kind] = more
-    return [members for bins in found for members in bins], count
+        sizes[max(splittable, key=lambda kind: costs[kind] / sizes[kind])] += 1
+    bins = [_bins(items, size, budget) or fewest for items, size, fewest in zip(groups, sizes, found, strict=True)]
+    return [members for kind in bins for members in kind], count
 
 
 def _fewest_bins(items: Sequence[_Item], budget: int) -> list[Bin]:
