@@ -19,6 +19,7 @@ MIN_LOGIT = -1e5
 """Stands for a log-probability of -inf where it is multiplied by its probability, 0."""
 
 BLOCK_ELEMENTS = 2**21
+GPU_BLOCK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +82,36 @@ class _HeadLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.head, ctx.dtype, ctx.chunk = head, dtype, chunk
-        weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
-        exact = torch.promote_types(dtype, torch.float32)
-        logprobs, entropy, normaliser = scores = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(3)]
-        for rows in slices(len(hidden), chunk):
-            ctx.raw = raw = None  # lets go of one chunk's logits before the next one's are there
-            ctx.raw = raw = linear(hidden_[rows], weight_, bias)
-            _score(raw, head, targets[rows], cut(scores, rows))
-        ctx.raw = ctx.raw if keep else None
+        logprobs, entropy, normaliser = combine(*score_head(ctx, hidden, weight, bias, targets, keep))
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, normaliser)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *scores = ctx.saved_tensors
-        values = (*scores, *grads)
-        into = backward_head(ctx, hidden, weight, bias, lambda rows: cut(values, rows), _grad_logits)
+        values = (*scores, *grads, grads[0])
+        into = backward_head(ctx, hidden, weight, bias, lambda rows: cut(values, rows), grad_logits)
         return *into, None, None, None, None, None
+
+
+def score_head(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, keep: bool
+) -> list[Tensor]:
+    """What `reduce` gives for all rows, [N] each, in float32 or better; the logits exist for `ctx.chunk` at a time.
+
+    `ctx.raw` has the last chunk's W h + b afterwards, or is None without `keep`.
+    """
+    weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
+    exact = torch.promote_types(ctx.dtype, torch.float32)
+    scores = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(4)]
+    ctx.raw = None
+    for rows in slices(len(hidden), ctx.chunk):
+        ctx.raw = raw = None  # lets go of one chunk's logits before the next one's are there
+        ctx.raw = raw = linear(hidden_[rows], weight_, bias)
+        for part in blocks(raw):
+            fill(cut(scores, rows), part, reduce(ctx.head.logits(raw[part])[0], targets[rows][part]))
+    ctx.raw = ctx.raw if keep else None
+    return scores
 
 
 def backward_head(
@@ -115,7 +129,8 @@ def backward_head(
     """
     weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
     grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
     grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
     raw, ctx.raw = ctx.raw, None
     for rows in reversed(slices(len(hidden), ctx.chunk)):
@@ -125,7 +140,7 @@ def backward_head(
         if grad_weight is not None:
             _add_product(grad_weight, raw.T, hidden_[rows])
         raw = None  # lets go of one chunk's logits before the next one's are there
-    return grad_hidden, grad_weight, grad_bias
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias
 
 
 def without(logits: Tensor, never: Tensor | None) -> Tensor:
@@ -136,12 +151,6 @@ def without(logits: Tensor, never: Tensor | None) -> Tensor:
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W h + b for each row, in the precision of `hidden` and `weight`."""
     return torch.nn.functional.linear(hidden, weight, None if bias is None else bias.to(weight.dtype))
-
-
-def _score(raw: Tensor, head: Head, targets: Tensor, scores: Sequence[Tensor]) -> None:
-    """Fill in what `_reduce` gives."""
-    for part in blocks(raw):
-        fill(scores, part, _reduce(head.logits(raw[part])[0], targets[part]))
 
 
 def _differentiate(
@@ -186,32 +195,45 @@ def slices(length: int, size: int) -> list[slice]:
 
 
 def blocks(raw: Tensor) -> list[slice]:
-    """Rows of [n, V] in pieces that stay in the cache while they are gone over several times."""
-    return slices(len(raw), max(1, BLOCK_ELEMENTS // raw.shape[1]))
+    """Rows of [n, V] in pieces that stay in a CPU's cache while they are gone over several times; on a GPU, where each
+    piece costs launches, larger ones.
+    """
+    elements = BLOCK_ELEMENTS if raw.device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    return slices(len(raw), max(1, elements // raw.shape[1]))
 
 
-def _reduce(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, entropy and log of the normaliser, [n, V] and [n] → [n] each."""
-    peak = logits.amax(-1, keepdim=True)
+def reduce(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The whole vocabulary or a part of it, [n, V] and [n] → [n] each: the highest logit, the target's, and of the
+    weights exp(logit − highest) their sum and their sum times logit − highest.
+    """
+    peak = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)  # -inf where the whole part is
     chosen = logits.gather(-1, targets[:, None])
     shifted = logits - peak
     weights = shifted.exp()
     total = weights.sum(-1)
     # A logit of -inf (a masked entry of the vocabulary) has weight 0 and adds nothing; 0 · -inf would be NaN.
-    mean = weights.mul_(shifted.clamp_(min=MIN_LOGIT)).sum(-1) / total
-    normaliser = peak[:, 0] + total.log()
-    return chosen[:, 0] - normaliser, total.log() - mean, normaliser
+    return peak[:, 0], chosen[:, 0], total, weights.mul_(shifted.clamp_(min=MIN_LOGIT)).sum(-1)
 
 
-def _grad_logits(
+def combine(peak: Tensor, chosen: Tensor, total: Tensor, mass: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `reduce` gives of the whole vocabulary → log-prob of the target, entropy and log of the normaliser, [N]."""
+    normaliser = peak + total.log()
+    return chosen - normaliser, total.log() - mass / total, normaliser
+
+
+def grad_logits(
     logits: Tensor,
     targets: Tensor,
     entropy: Tensor,
     normaliser: Tensor,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
+    grad_chosen: Tensor | None,
 ) -> Tensor:
-    """d/dlogits: g_ℓ (onehot − p) − g_H p (log p + H), [n, V]. Overwrites `logits`."""
+    """d/dlogits: g_c onehot − g_ℓ p − g_H p (log p + H), [n, V]. Overwrites `logits`.
+
+    g_c is g_ℓ where the target is among these logits, else 0.
+    """
     logits.sub_(normaliser[:, None])
     if grad_entropy is None:
         p = logits.exp_()
@@ -220,4 +242,4 @@ def _grad_logits(
         p = logits.exp()
         factor = logits.clamp_(min=MIN_LOGIT).add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         p.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
-    return p if grad_logprobs is None else p.scatter_add_(-1, targets[:, None], grad_logprobs[:, None])
+    return p if grad_chosen is None else p.scatter_add_(-1, targets[:, None], grad_chosen[:, None])
