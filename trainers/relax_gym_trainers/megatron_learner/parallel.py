@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from relax_gym.errors import ConfigError
 from relax_gym_trainers.megatron_learner import compat
+from relax_gym_trainers.megatron_learner.families.base import expert_size, number_of_experts
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip
 
@@ -88,17 +89,18 @@ class Layout:
         shares = [
             ("tp", self.tp, "attention heads", config.num_attention_heads),
             ("tp", self.tp, "key/value heads", config.num_key_value_heads),
-            ("tp", self.tp, "hidden units of the feed-forward network", config.intermediate_size),
             ("pp · vpp", self.pp * self.vpp, "layers", config.num_hidden_layers),
         ]
-        experts = getattr(config, "num_experts", None)
+        experts = number_of_experts(config)
         if experts:
             shares += [
                 ("ep", self.ep, "experts", experts),
-                ("etp", self.expert_ranks, "hidden units of an expert", config.moe_intermediate_size),
+                ("etp", self.expert_ranks, "hidden units of an expert", expert_size(config)),
             ]
         elif self.ep > 1:
             raise ConfigError(f"learner.ep = {self.ep}, but a {config.model_type} model has no experts; set it to 1")
+        else:
+            shares.append(("tp", self.tp, "hidden units of the feed-forward network", config.intermediate_size))
         for name, size, what, number in shares:
             if number % size:
                 raise ConfigError(f"learner.{name} = {size} does not divide the {number} {what} of the model")

@@ -1,0 +1,308 @@
+"""Weights from a Hugging Face model folder into any layout, and from any layout under the hub's names."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from relax_gym.errors import ModelError
+from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
+from relax_gym_trainers.megatron_learner.families import family_of
+from relax_gym_trainers.megatron_learner.families.base import EMBEDDING, OUTPUT, Rule, number_of_experts, sizes
+
+from megatron.core import parallel_state  # isort: skip
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Tensors of old checkpoints that the config determines."""
+
+
+class Checkpoint:
+    """The tensors of a model folder; only what is sliced of one is read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError where the folder has no safetensors, or not all of its files."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        if (folder / INDEX).is_file():
+            self.files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        else:
+            self.files = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+
+    def __getitem__(self, name: str) -> Any:
+        """A slice as safetensors gives it, with `get_shape()`."""
+        if name not in self.files:
+            raise ModelError(f"{self.folder} has no tensor {name!r}; is config.json the one of these weights?")
+        return self._open(self.files[name]).get_slice(name)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            if not (self.folder / file).is_file():
+                raise ModelError(f"{self.folder} has no {file}; the Megatron learner reads safetensors only")
+            self._files[file] = safe_open(self.folder / file, framework="pt")
+        return self._files[file]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter is in the whole model."""
+
+    rule: Rule
+    layer: int = 0
+    expert: int = 0
+
+    @property
+    def hub(self) -> tuple[str, ...]:
+        return tuple(name.format(layer=self.layer, expert=self.expert) for name in self.rule.hub)
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The model in Megatron's wrappers (data parallel, mixed precision)."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk
+
+
+def places(chunk: Any, config: PretrainedConfig) -> Iterator[tuple[str, Tensor, Place]]:
+    """(name, parameter, place) of each parameter of a chunk of this rank, in the order of the model.
+
+    Raises:
+        ModelError: the family has no rule for one.
+    """
+    patterns = [(_pattern(rule), rule) for rule in family_of(config).rules]
+    model = unwrapped(chunk)
+    for name, parameter in model.named_parameters():
+        for pattern, rule in patterns:
+            if found := pattern.fullmatch(name):
+                layer, expert = (int(found.groupdict().get(key) or 0) for key in ("layer", "expert"))
+                if "layer" in found.groupdict():
+                    layer = model.decoder.layers[layer].layer_number - 1
+                if rule.of_experts:
+                    experts = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+                    expert += experts * parallel_state.get_expert_model_parallel_rank()
+                yield name, parameter, Place(rule, layer, expert)
+                break
+        else:
+            raise ModelError(f"the family of {config.model_type} models has no rule for {name}")
+
+
+def _pattern(rule: Rule) -> re.Pattern[str]:
+    text = re.escape(rule.megatron)
+    for key in ("layer", "expert"):
+        text = text.replace(re.escape("{" + key + "}"), f"(?P<{key}>[0-9]+)")
+    return re.compile(text)
+
+
+def tensor_group(rule: Rule) -> Any:
+    """The ranks that share a parameter."""
+    if rule.of_experts:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+@torch.no_grad()
+def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig) -> None:
+    """Fill this rank's parameters; each rank reads only its parts.
+
+    Args:
+        config: The text config of the folder.
+
+    Raises:
+        ModelError: a tensor is missing, has another size than the config says, or is none that the family knows.
+    """
+    checkpoint = Checkpoint(folder)
+    known = {name for *_, names in family_of(config).hub_names(config) for name in names} | set(OUTPUT.hub)
+    if strange := sorted(name for name in checkpoint.files if name not in known and not UNUSED.search(name)):
+        raise ModelError(
+            f"{folder} has {len(strange)} tensors that a {config.model_type} model does not, as {strange[0]!r}; "
+            "use the torch learner"
+        )
+    for name, parameter, place in (found for chunk in chunks for found in places(chunk, config)):
+        tied = place.rule is OUTPUT and config.tie_word_embeddings
+        names = EMBEDDING.hub if tied else place.hub
+        whole = [checkpoint[hub] for hub in names]
+        group = tensor_group(place.rule)
+        want = place.rule.form.numel(parameter.shape, group.size(), sizes(config))
+        shapes = [tuple(tensor.get_shape()) for tensor in whole]
+        if sum(torch.Size(shape).numel() for shape in shapes) != want:
+            raise ModelError(
+                f"{folder}: {', '.join(names)} of shape {shapes} do not fill {name}, {want} numbers in all; is "
+                "config.json the one of these weights?"
+            )
+        parameter.copy_(place.rule.form.cut(whole, parameter.shape, group.rank(), sizes(config)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    stage: int
+    chunk: int
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    rule: int
+    layer: int
+    expert: int
+
+
+class Export:
+    """All weights under the hub's names, full, on every rank; what goes where is planned once.
+
+    A collective: every rank builds it, and every rank iterates to the end each time.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: PretrainedConfig, *, bucket_bytes: int = 1 << 28) -> None:
+        """`bucket_bytes` is about how much is gathered at a time."""
+        self.config = config
+        self.rules = family_of(config).rules
+        self._parameters = [dict(unwrapped(chunk).named_parameters()) for chunk in chunks]
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self._experts = parallel_state.get_expert_model_parallel_group()
+        self._buckets = list(self._plan(chunks, bucket_bytes))
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) in the order of the layers; a tensor is valid until the next is taken, copy it to keep it."""
+        for bucket in self._buckets:
+            yield from self._open(bucket)
+
+    def _plan(self, chunks: Sequence[Any], bucket_bytes: int) -> Iterator[list[_Piece]]:
+        stage = self._pipeline.rank()
+        mine = [
+            _Piece(stage, number, name, p.shape, p.dtype, self.rules.index(place.rule), place.layer, place.expert)
+            for number, chunk in enumerate(chunks)
+            for name, p, place in places(chunk, self.config)
+            if not (place.rule is OUTPUT and self.config.tie_word_embeddings)
+        ]
+        everyone: list[Any] = [None] * self._pipeline.size()
+        dist.all_gather_object(everyone, mine, group=self._pipeline)
+        bucket: list[_Piece] = []
+        size = 0
+        for piece in sorted((p for pieces in everyone for p in pieces), key=lambda p: (p.chunk, p.stage)):
+            nbytes = piece.shape.numel() * piece.dtype.itemsize * self._copies(piece)
+            if bucket and (size + nbytes > bucket_bytes or self._kind(piece) != self._kind(bucket[0])):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(piece)
+            size += nbytes
+        yield bucket
+
+    def _kind(self, piece: _Piece) -> tuple[int, bool, torch.dtype]:
+        return piece.stage, self.rules[piece.rule].of_experts, piece.dtype
+
+    def _copies(self, piece: _Piece) -> int:
+        rule = self.rules[piece.rule]
+        return int(tensor_group(rule).size() * (self._experts.size() if rule.of_experts else 1))
+
+    @torch.no_grad()
+    def _open(self, bucket: list[_Piece]) -> Iterator[tuple[str, Tensor]]:
+        parts = self._gather(bucket)
+        per_rank = number_of_experts(self.config) // self._experts.size()
+        first = 0
+        for piece in bucket:
+            rule = self.rules[piece.rule]
+            run = parts[:, :, first : first + piece.shape.numel()].unflatten(2, piece.shape)
+            first += piece.shape.numel()
+            for rank, shards in enumerate(run):
+                expert = piece.expert + (rank - self._experts.rank()) * per_rank
+                names = Place(rule, piece.layer, expert).hub
+                yield from zip(names, rule.form.join(list(shards), sizes(self.config)), strict=True)
+
+    def _gather(self, bucket: list[_Piece]) -> Tensor:
+        """[expert-parallel ranks, tensor-parallel ranks, numbers of the bucket] on every rank."""
+        rule, piece = self.rules[bucket[0].rule], bucket[0]
+        if piece.stage == self._pipeline.rank():
+            flat = torch.cat([self._parameters[p.chunk][p.name].detach().flatten() for p in bucket])
+        else:
+            device = next(iter(self._parameters[0].values())).device
+            flat = torch.empty(sum(p.shape.numel() for p in bucket), dtype=piece.dtype, device=device)
+        if self._pipeline.size() > 1:
+            dist.broadcast(flat, dist.get_global_rank(self._pipeline, piece.stage), group=self._pipeline)
+        flat = _gather(flat[None], tensor_group(rule))
+        return _gather(flat[None], self._experts) if rule.of_experts else flat[None]
+
+
+def _gather(tensor: Tensor, group: Any) -> Tensor:
+    """[1, …] of each rank → [ranks, …]."""
+    if group.size() == 1:
+        return tensor
+    out = tensor.new_empty(group.size(), *tensor.shape[1:])
+    dist.all_gather_into_tensor(out, tensor, group=group)
+    return out
+
+
+def write_folder(
+    tensors: Iterable[tuple[str, Tensor]], source: Path, folder: Path | None, *, shard_bytes: int = 5 * 10**9
+) -> None:
+    """Write what an `Export` gives as a model folder that `transformers` loads.
+
+    Args:
+        source: The folder that the model was loaded from; its configs are copied.
+        folder: None on the ranks that do not write, but must iterate.
+        shard_bytes: A file holds at most this much, or one tensor.
+    """
+    shards = _Shards(folder, shard_bytes) if folder else None
+    for name, tensor in tensors:
+        if shards:
+            shards.add(name, tensor)
+    if not shards or not folder:
+        return
+    shards.finish()
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for key in {"dtype", "torch_dtype"} & set(config) or {"dtype"}:
+        config[key] = str(shards.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+
+
+class _Shards:
+    """Files of tensors; how many there are is known only at the end."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.limit = folder, limit
+        self.dtype: torch.dtype | None = None
+        self._shard: dict[str, Tensor] = {}
+        self._size = self._total = 0
+        self._written: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._shard and self._size + tensor.nbytes > self.limit:
+            self._flush()
+        self.dtype = tensor.dtype
+        self._size += tensor.nbytes
+        self._shard[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._written)
+        if count == 1:
+            self._part(0).rename(self.folder / WEIGHTS)
+            return
+        weights: dict[str, str] = {}
+        for number, names in enumerate(self._written):
+            file = f"model-{number + 1:05}-of-{count:05}.safetensors"
+            self._part(number).rename(self.folder / file)
+            weights |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weights}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"part-{number}.safetensors"
+
+    def _flush(self) -> None:
+        save_file(self._shard, self._part(len(self._written)), metadata={"format": "pt"})
+        self._written.append(list(self._shard))
+        self._total += self._size
+        self._shard, self._size = {}, 0

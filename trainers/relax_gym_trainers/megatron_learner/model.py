@@ -1,0 +1,180 @@
+"""The language model of a Hugging Face folder as Megatron's pipeline chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import PretrainedConfig
+
+from relax_gym_trainers.megatron_learner import compat, hf
+from relax_gym_trainers.megatron_learner.families import family_of
+from relax_gym_trainers.megatron_learner.families.base import head_size, rotary
+from relax_gym_trainers.megatron_learner.modules.norms import RMSNorm
+from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angles
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.models.gpt import GPTModel  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
+from megatron.core.tensor_parallel import (  # isort: skip
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron.core.transformer.transformer_block import (  # isort: skip
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
+
+
+class LanguageModel(GPTModel):  # type: ignore[misc]
+    """A chunk of a model that takes packed rows; the last one gives hidden states instead of logits."""
+
+    def __init__(self, *args: Any, frequencies: Tensor, **options: Any) -> None:
+        super().__init__(*args, position_embedding_type="none", **options)
+        self.frequencies = frequencies
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: Any) -> Tensor:
+        """One micro-batch through this chunk.
+
+        Args:
+            input_ids: This context-parallel rank's tokens [1, t]; used by the first stage.
+            position_ids: Their positions, each row from 0, [1, t]; used by every stage.
+            packed_seq_params: Where the rows of the pack are (`thd`). It keeps the angles of the positions.
+
+        Returns:
+            On the last stage the normed hidden states of all t tokens [t, hidden], the same on every tensor-parallel
+            rank; what these give as their gradients is summed, so each computes its own share of the vocabulary only.
+            Before it, what the next stage takes.
+        """
+        keep_angles(packed_seq_params, position_ids, self.frequencies, self.config.params_dtype)
+        out: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        return out
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden_states)
+        tokens: Tensor = whole.squeeze(1)
+        return tokens
+
+
+def output_weight(chunk: Any) -> Tensor:
+    """This rank's rows [padded vocabulary / tp, hidden] of the last stage's output weight, tied or not."""
+    model = hf.unwrapped(chunk)
+    weight: Tensor
+    if model.share_embeddings_and_output_weights:
+        weight = model.shared_embedding_or_output_weight()
+    else:
+        weight = model.output_layer.weight
+    return weight
+
+
+def padded_vocabulary(config: PretrainedConfig, layout: Layout) -> int:
+    """The vocabulary with what makes it a multiple of the tensor-parallel ranks; the added rows are zeros."""
+    return -(-config.vocab_size // layout.tp) * layout.tp
+
+
+def transformer_config(
+    config: PretrainedConfig, layout: Layout, dtype: torch.dtype, **options: Any
+) -> TransformerConfig:
+    """Megatron's config of a model.
+
+    Args:
+        config: Text config in Hugging Face format.
+        options: Arguments of `TransformerConfig` beside or instead of those chosen here (recompute, …).
+
+    Raises:
+        ModelError: the model is of no family here.
+        ConfigError: it cannot be laid out so.
+    """
+    family = family_of(config)
+    layout.check(config)
+    _, factor = rotary(config)
+    chosen = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_key_value_heads,
+        "kv_channels": head_size(config),
+        "ffn_hidden_size": config.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Cosines and sines times a factor on queries and keys are scores times its square.
+        "softmax_scale": None if factor == 1 else factor**2 / head_size(config) ** 0.5,
+        # Packs differ in length; the stages of a pipeline must tell each other.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "perform_initialization": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    }
+    return TransformerConfig(**chosen | layout.megatron_options() | family.options(config) | options)
+
+
+def build(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, **options: Any) -> list[LanguageModel]:
+    """This rank's chunks (one, or `layout.vpp`), not filled; arguments and errors as of `transformer_config`."""
+    compat.prepare()
+    megatron = transformer_config(config, layout, dtype, **options)
+    frequencies, _ = rotary(config)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    chunks = []
+    for number in range(layout.vpp):
+        place = {"ignore_virtual": False, "vp_stage": number} if layout.vpp > 1 else {}
+        chunk = LanguageModel(
+            megatron,
+            block_spec(megatron, number if layout.vpp > 1 else None),
+            vocab_size=padded_vocabulary(config, layout),
+            max_sequence_length=config.max_position_embeddings,
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            frequencies=frequencies,
+            **({"vp_stage": number} if layout.vpp > 1 else {}),
+        )
+        chunks.append(chunk.to(device))
+    return chunks
+
+
+def from_folder(
+    folder: Path, config: PretrainedConfig, layout: Layout, dtype: torch.dtype, **options: Any
+) -> list[LanguageModel]:
+    """`build`, filled with the weights of a model folder."""
+    chunks = build(config, layout, dtype, **options)
+    hf.load(chunks, folder, config)
+    return chunks
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of a chunk: Megatron's local ones with this learner's norms and attention."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    ).submodules
+    attention = layer.self_attention.submodules
+    attention.core_attention = RotaryAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
+    )

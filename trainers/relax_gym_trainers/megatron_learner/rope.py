@@ -1,0 +1,50 @@
+"""Rotary positions by token, instead of by row: any pack, any share of a context-parallel rank, any positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
+from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
+
+from megatron.core.jit import jit_fuser  # isort: skip
+
+
+class RotaryAttention(CoreAttention):
+    """`CoreAttention` that first turns queries and keys by the angles kept with the pack.
+
+    Megatron turns each row of a pack apart, by positions that it counts itself.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """As `CoreAttention.forward`, for packed rows whose `rotary` was set by `keep_angles`."""
+        cosines, sines = packed_seq_params.rotary
+        query, key = turn(query, cosines, sines), turn(key, cosines, sines)
+        return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+
+
+def keep_angles(packed: Any, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
+    """Set `packed.rotary`, cosines and sines [t, 1, head] of the positions [1, t], unless it is set."""
+    if not hasattr(packed, "rotary"):
+        angles = positions[0, :, None].float() * frequencies.to(positions.device)
+        angles = torch.cat((angles, angles), -1)[:, None]
+        packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@jit_fuser  # type: ignore[untyped-decorator]
+def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """[t, heads, head] turned; the first half of each head pairs with the second."""
+    first, second = heads.chunk(2, -1)
+    return heads * cosines + torch.cat((-second, first), -1) * sines
