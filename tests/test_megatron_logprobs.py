@@ -177,7 +177,5 @@ def test_no_tensor_is_as_large_as_all_logits() -> None:
 
 def test_a_vocabulary_larger_than_the_head_is_refused() -> None:
     inputs, targets, options = case(rows=8, vocabulary=8)
-    with pytest.raises(
-        ValueError, match="a vocabulary of 9, but the head has 1 · 8 rows; give the tokenizer's own size"
-    ):
+    with pytest.raises(ValueError, match="a vocabulary of 9, but the head has 1 · 8 rows; give the"):
         vocab_parallel_logprobs(*inputs, targets, dtype=torch.float32, **{**options, "vocabulary": 9})

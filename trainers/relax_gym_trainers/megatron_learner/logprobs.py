@@ -62,9 +62,8 @@ def vocab_parallel_logprobs(
         ValueError: `vocabulary` is larger than the head.
     """
     if not 0 < vocabulary <= len(weight) * _size(group):
-        raise ValueError(
-            f"a vocabulary of {vocabulary}, but the head has {_size(group)} · {len(weight)} rows; give its size"
-        )
+        rows = f"{_size(group)} · {len(weight)} rows"
+        raise ValueError(f"a vocabulary of {vocabulary}, but the head has {rows}; give the tokenizer's own size")
     excluded = excluded_rows(len(weight), group, vocabulary, never, weight.device)
     head = Head(weight=weight, bias=None, scale=scale, softcap=softcap, temperature=temperature, never=excluded)
     with torch.autocast(hidden.device.type, enabled=False):
