@@ -1,0 +1,225 @@
+"""The processes of the other ranks, as rank 0 sees them: its own children, or those that a launcher has started."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+from relax_gym.errors import ConfigError, TrainingError
+from relax_gym.workers import Worker
+from relax_gym_trainers.megatron_learner.rank_service import (
+    POLL_SECONDS,
+    SHOW_STACKS,
+    Failure,
+    Link,
+    Parcel,
+    Place,
+    send_end,
+    serve_link,
+)
+
+GRACE_SECONDS = 5.0
+SHOWN_LINES = 15
+RENDEZVOUS_KEY = "relax_gym/ranks"
+BOOT = (
+    "import json, sys; sys.path[:], *place = json.loads(sys.argv[1]); "
+    "from relax_gym_trainers.megatron_learner.rank_service import main; main(*place)"
+)
+
+Answers = queue.SimpleQueue[tuple[int, Failure | None, Any]]
+"""Ranks, what failed there, and what rank 0's method returned or raised."""
+
+
+def launched_rank() -> int | None:
+    """This process's rank when torchrun or the like has started several, else None. Those that are not 0 `serve`."""
+    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+
+
+def serve() -> None:
+    """What a launched rank but the first runs instead of the trainer. Returns when rank 0 closes its `Ranks`."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 sees to Ctrl-C
+    store = _rendezvous(timedelta(days=7))  # rank 0 may have much to prepare; the launcher knows when it has ended
+    host, port, key = json.loads(store.get(RENDEZVOUS_KEY))
+    link = Client((host, port), authkey=bytes.fromhex(key))
+    link.send(launched_rank())
+    place = Place(rank=launched_rank() or 0, world=int(os.environ["WORLD_SIZE"]), init_method="env://")
+    serve_link(link, place, parent=None)
+
+
+class Other:
+    """A rank in another process, and the thread that talks with it. One that a launcher started has no `process`."""
+
+    def __init__(
+        self,
+        rank: int,
+        link: Link,
+        process: subprocess.Popen[bytes] | None = None,
+        log: Path | None = None,
+        log_start: int = 0,
+    ) -> None:
+        self.rank, self._link, self._process, self._log, self._log_start = rank, link, process, log, log_start
+        self._worker = Worker(f"rank {rank}")
+
+    def ask(self, parcel: Parcel, answers: Answers) -> None:
+        self._worker.post(functools.partial(self._ask, parcel, answers))
+
+    def _ask(self, parcel: Parcel, answers: Answers) -> None:
+        try:
+            parcel.send(self._link)
+            del parcel  # its memory
+            while not self._link.poll(POLL_SECONDS):
+                if self._process is not None and self._process.poll() is not None:
+                    raise EOFError  # a process that was forked meanwhile may hold the link open
+            failure = self._link.recv()
+        except (EOFError, OSError):
+            failure = Failure(reason=self._obituary(), details=self._last_lines(), dead=True)
+        answers.put((self.rank, failure, None))
+
+    def dismiss(self) -> None:
+        """It ends by itself."""
+
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                send_end(self._link)
+
+        self._worker.post(end)
+
+    def join(self, seconds: float) -> None:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+
+    def kill(self) -> None:
+        """It ends at once, with what it has started."""
+        if self._process is None:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._link.fileno())) as link:
+                link.shutdown(socket.SHUT_RDWR)
+        elif self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def release(self) -> None:
+        self._worker.post(self._link.close)
+        self._worker.stop()
+
+    def stacks(self) -> str:
+        """Where its threads are, when its output goes to a file."""
+        if self._process is None or self._log is None:
+            return ""
+        self._log_start = self._log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(SHOW_STACKS)
+        time.sleep(POLL_SECONDS)
+        return self._last_lines(100)
+
+    def _obituary(self) -> str:
+        if self._process is None:
+            return "has closed its connection; see the launcher's output"
+        try:
+            code = self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "has closed its connection"
+        if code < 0:
+            hint = " (often the machine running out of memory)" if code == -signal.SIGKILL else ""
+            return f"was ended by {signal.Signals(-code).name}{hint}"
+        return f"ended with exit code {code}"
+
+    def _last_lines(self, count: int = SHOWN_LINES) -> str:
+        if self._log is None:
+            return ""
+        with open(self._log, "rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").splitlines()[-count:]
+        return "\n".join([f"The end of {self._log}:", *lines])
+
+
+def spawn(place: Place, env: Mapping[str, str], logs: Path | None) -> Other:
+    """A fresh interpreter in a session of its own, which Ctrl-C does not reach."""
+    mine, theirs = socket.socketpair()
+    log, size = None, 0
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"rank-{place.rank}.log"
+        size = log.stat().st_size if log.exists() else 0
+    with theirs, open(log, "ab") if log else contextlib.nullcontext() as stdout:
+        argument = json.dumps([sys.path, theirs.fileno(), os.getpid(), place.rank, place.world, place.init_method])
+        process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, argument],
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.STDOUT if stdout else None,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return Other(place.rank, Link(mine.detach()), process, log, size)
+
+
+def meeting_point() -> tuple[Any, str]:
+    """A store at a port that nobody else can have taken, and how ranks find it. It ends when it is dropped."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    return store, f"tcp://127.0.0.1:{store.port}"
+
+
+def _rendezvous(timeout: timedelta) -> Any:
+    """The launcher's store."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
+
+
+def join(world: int, deadline: float) -> list[Other]:
+    """The ranks that a launcher has started and that `serve`."""
+    if (launched := int(os.environ["WORLD_SIZE"])) != world:
+        raise ConfigError(
+            f"{launched} processes were started (WORLD_SIZE), but the learner's layout has {world} ranks: tp · pp · cp "
+            f"· dp must be {launched}; or start one process, which starts the others itself"
+        )
+    store = _rendezvous(timedelta(minutes=5))
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
+    key = secrets.token_bytes(32)
+    listener = Listener(("127.0.0.1" if one_host else "", 0), backlog=world, authkey=key)
+    store.set(RENDEZVOUS_KEY, json.dumps([host, listener.address[1], key.hex()]))
+    joined: queue.SimpleQueue[Other] = queue.SimpleQueue()
+    threading.Thread(target=_accept, args=(listener, world - 1, joined), daemon=True).start()
+    others: dict[int, Other] = {}
+    while len(others) < world - 1:
+        try:
+            other = joined.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            missing = sorted(set(range(1, world)) - set(others))
+            raise TrainingError(f"ranks {missing} of {world} did not join; do they run `serve`?") from None
+        others[other.rank] = other
+    store.delete_key(RENDEZVOUS_KEY)
+    return [others[rank] for rank in range(1, world)]
+
+
+def _accept(listener: Listener, count: int, joined: queue.SimpleQueue[Other]) -> None:
+    with listener:
+        while count:
+            with contextlib.suppress(OSError, EOFError, AuthenticationError):  # not one of ours
+                link = listener.accept()
+                joined.put(Other(link.recv(), link))
+                count -= 1
