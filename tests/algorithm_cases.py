@@ -14,6 +14,7 @@ from torch import Tensor
 from relax_gym.algorithm import Algorithm, TrainedTokens
 from relax_gym.plugins import plugins
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, TrainingSample, Trajectory, Turn
+from relax_gym_trainers.torch_learner.backend import TorchBackend
 from relax_gym_trainers.torch_learner.objectives import Objective
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.update import Tally
@@ -138,6 +139,16 @@ class TablePolicy:
         return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
+class TableBackend(TorchBackend):
+    """Computes with a table; the reference is another one."""
+
+    def __init__(self, policy: TablePolicy, *, budget: int) -> None:
+        self.policy: Any = policy
+        self.options = TorchLearnerOptions(micro_batch_tokens=budget)
+        self.parameters: Any = [policy.table]
+        self.reference = [random_table(2)]
+
+
 def random_table(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=generator)
@@ -173,17 +184,11 @@ def loss_and_gradient(
     first update are other tables. `ranks` are the indices of the samples on each of several ranks, which are summed.
     """
     policy = TablePolicy(share=share)
-    objective = Objective(
-        algorithm=algorithm,
-        distiller=None,
-        loss_weight=1.0,
-        policy=policy,  # type: ignore[arg-type]
-        options=TorchLearnerOptions(micro_batch_tokens=budget),
-        as_reference=lambda: policy.as_table(random_table(2)),
-    )
+    backend = TableBackend(policy, budget=budget)
+    objective = Objective(algorithm=algorithm, distiller=None, loss_weight=1.0, backend=backend)
     with policy.as_table(random_table(0) + 0.3 * random_table(1)):
         shaped = objective.shape(samples, Tally())
         shards = [range(len(samples))] if ranks is None else ranks
         pieces = [objective.piece([shaped[i] for i in shard], shaped, only=False) for shard in shards]
-    loss = sum(piece.accumulate(tally=Tally(), first=True, step=1) for piece in pieces)
+    loss = sum(backend.accumulate(piece, tally=Tally(), first=True, step=1) for piece in pieces)
     return loss, torch.zeros_like(policy.table) if policy.table.grad is None else policy.table.grad

@@ -42,7 +42,7 @@ def gradient(trainer, batch):
     """Loss and gradient of the step's only update."""
     (pieces,) = trainer._plan(batch.samples, Tally())
     trainer.optimizer.zero_grad()
-    loss = sum(piece.accumulate(tally=Tally(), first=True, step=1) for piece in pieces)
+    loss = sum(trainer.backend.accumulate(piece, tally=Tally(), first=True, step=1) for piece in pieces)
     return loss, flat(trainer.policy.model)
 
 

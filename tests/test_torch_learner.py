@@ -24,7 +24,7 @@ from transformers import (
 from relax_gym.build import build_learner
 from relax_gym.errors import ConfigError, ModelError, RunFolderError, TrainingError
 from relax_gym.types import Batch
-from relax_gym_trainers.torch_learner.learner import split_by_group
+from relax_gym_trainers.policy_learner import split_by_group
 from relax_gym_trainers.torch_learner.optimizer import learning_rate
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 

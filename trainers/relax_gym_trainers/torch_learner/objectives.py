@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from relax_gym.algorithm import Algorithm
+from relax_gym.algorithm import Algorithm, FloatArray
 from relax_gym.credit import subtract_kl
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner.distillation import Distiller, distill_advantages
-from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
-from relax_gym_trainers.torch_learner.policy import Policy
-from relax_gym_trainers.torch_learner.update import (
-    Part,
-    Tally,
-    accumulate_policy_gradient,
-    kl_by_sample,
-    plan,
-    score_all,
-)
+from relax_gym_trainers.torch_learner.update import Part, Tally, kl_by_sample
+
+
+class Backend(Protocol):
+    """What computes: one process, or one of many that all do the same and hold a share of each batch."""
+
+    def begin(self) -> None:
+        """Drop what gradient there is."""
+
+    def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None) -> Part:
+        """Pack samples, or this process's share of them; `skip_flat` leaves out those without advantage."""
+
+    def score_all(self, part: Part) -> list[Tensor]:
+        """Log-probs of the trained tokens without gradient, [N] for each micro-batch."""
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """The policy has the frozen weights inside."""
+
+    def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:
+        """Add a piece's gradient to what will be applied and return its loss; see `accumulate_policy_gradient`."""
+
+    def imitate(self, part: Part, *, step: int) -> float:
+        """Add the gradient of the mean negative log-likelihood of the trained tokens and return that mean."""
+
+    def exchange(self, values: dict[TrainingSample, FloatArray]) -> dict[TrainingSample, FloatArray]:
+        """What all processes know, of the samples that each has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,43 +57,19 @@ class Piece:
     old: list[Tensor] | None
     reference: list[Tensor] | None
 
-    def accumulate(self, *, tally: Tally, first: bool, step: int) -> float:
-        """Add this piece's gradient to `.grad` and return its share of the loss."""
-        return accumulate_policy_gradient(
-            self.objective.policy,
-            self.objective.algorithm,
-            self.part,
-            old=self.old,
-            reference=self.reference,
-            tally=tally,
-            first=first,
-            step=step,
-            distiller=self.objective.distiller,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Objective:
-    """One algorithm at work on one policy. `as_reference` puts the frozen weights into the policy while it is open."""
+    """One algorithm at work on one policy."""
 
     algorithm: Algorithm
     distiller: Distiller | None
     loss_weight: float
-    policy: Policy
-    options: TorchLearnerOptions
-    as_reference: Callable[[], AbstractContextManager[None]]
+    backend: Backend
 
     def part(self, samples: Sequence[TrainingSample], *, skip_flat: bool) -> Part:
-        """Pack samples; `skip_flat` leaves out those without advantage."""
-        teaching = self.distiller
-        return plan(
-            samples,
-            budget=self.options.micro_batch_tokens,
-            share_prefix=self.policy.share_prefix and (teaching is None or teaching.share_prefix),
-            skip_flat=skip_flat,
-            pair_cost=self.policy.pair_cost,
-            apart=None if teaching is None else teaching.owner,
-        )
+        """See `Backend.plan`."""
+        return self.backend.plan(samples, skip_flat=skip_flat, distiller=self.distiller)
 
     def shape(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
         """The samples with what only the learner knows of their reward in their advantages: KL and teachers."""
@@ -95,10 +88,10 @@ class Objective:
         if self.algorithm.old_logprobs == "rollout":
             logprobs = [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
         else:
-            logprobs = score_all(self.policy, part.micro_batches)
-        with self.as_reference():
-            reference = score_all(self.policy, part.micro_batches)
-        kl = kl_by_sample(part, logprobs, reference, self.algorithm)
+            logprobs = self.backend.score_all(part)
+        with self.backend.as_reference():
+            reference = self.backend.score_all(part)
+        kl = self.backend.exchange(kl_by_sample(part, logprobs, reference, self.algorithm))
         for values in kl.values():
             tally.mean(kl_reward=torch.from_numpy(values))
         return subtract_kl(samples, [kl.get(sample, np.zeros(0)) for sample in samples], self.algorithm)
@@ -124,10 +117,10 @@ class Objective:
     def _old_logprobs(self, part: Part, only: bool) -> list[Tensor] | None:
         if self.algorithm.old_logprobs == "rollout":
             return [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
-        return None if only else score_all(self.policy, part.micro_batches)
+        return None if only else self.backend.score_all(part)
 
     def _reference_logprobs(self, part: Part) -> list[Tensor] | None:
         if not self.algorithm.kl_coef:
             return None
-        with self.as_reference():
-            return score_all(self.policy, part.micro_batches)
+        with self.backend.as_reference():
+            return self.backend.score_all(part)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from relax_gym.errors import TrainingError
-from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.options import LearnerOptions
 
 
-def learning_rate(options: TorchLearnerOptions, step: int, total_steps: int) -> float:
+def learning_rate(options: LearnerOptions, step: int, total_steps: int) -> float:
     """Learning rate of the 0-based step: a linear rise over `warmup_steps` to lr, then the schedule to `total_steps`.
 
     A schedule other than constant ends just above min_lr_ratio · lr, which it would reach at step `total_steps`.
@@ -25,7 +25,7 @@ def learning_rate(options: TorchLearnerOptions, step: int, total_steps: int) -> 
     return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * left)
 
 
-def build_optimizer(parameters: Sequence[torch.nn.Parameter], options: TorchLearnerOptions) -> torch.optim.AdamW:
+def build_optimizer(parameters: Sequence[torch.nn.Parameter], options: LearnerOptions) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, one fused kernel."""
     return torch.optim.AdamW(
         parameters,

@@ -19,8 +19,8 @@ class LoraOptions(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
 
 
-class TorchLearnerOptions(Options):
-    """`[learner]` with `name = "torch"`."""
+class LearnerOptions(Options):
+    """What every learner of policies has."""
 
     lr: float = Field(1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -33,17 +33,9 @@ class TorchLearnerOptions(Options):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of the arithmetic (weights stay float32); auto: bfloat16 where the hardware has it"
     )
-    device: str = Field("auto", description="auto: cuda if there is one, else cpu")
     micro_batch_tokens: int = Field(4096, ge=1, description="most tokens, padding included, of one forward pass")
     updates_per_step: int = Field(1, ge=1, description="optimizer updates each batch is split into, by groups")
     epochs: int = Field(1, ge=1, description="how often each batch is gone through")
-    activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
-    share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
-    freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
-    freeze_encoders: bool = Field(
-        False, description="do not train what turns images, video and audio into embeddings: encoders and projectors"
-    )
-    lora: LoraOptions | None = None
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits over the vocabulary exist at one time")
 
     def check_run(self, config: RunConfig) -> None:
@@ -59,6 +51,19 @@ class TorchLearnerOptions(Options):
                 f"{self.updates_per_step} need not divide, and every update must get the same number; set "
                 "updates_per_step = 1, or use filter_mean_range, which replaces what it drops"
             )
+
+
+class TorchLearnerOptions(LearnerOptions):
+    """`[learner]` with `name = "torch"`."""
+
+    device: str = Field("auto", description="auto: cuda if there is one, else cpu")
+    activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
+    share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
+    freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
+    freeze_encoders: bool = Field(
+        False, description="do not train what turns images, video and audio into embeddings: encoders and projectors"
+    )
+    lora: LoraOptions | None = None
 
 
 class LocalTeacherOptions(Options):

@@ -280,10 +280,19 @@ def accumulate_imitation_gradient(policy: Policy, part: Part, *, step: int) -> f
     with policy.autocast():
         for batch in part.micro_batches:
             logprobs, _ = policy.score(batch)
-            loss = -logprobs.detach().sum().item() / part.total_tokens
-            if not math.isfinite(loss):
-                raise TrainingError(non_finite("imitation loss", loss, step))
-            total += loss
+            total += imitation_loss(logprobs, part, step=step)
             uniform = torch.full_like(logprobs, -1 / part.total_tokens)
             _backward(policy, [(logprobs, uniform)])
     return total
+
+
+def imitation_loss(logprobs: Tensor, part: Part, *, step: int) -> float:
+    """A micro-batch's share of the mean negative log-likelihood over all trained tokens of the part.
+
+    Raises:
+        TrainingError: it is not finite.
+    """
+    loss = -logprobs.detach().sum().item() / part.total_tokens
+    if not math.isfinite(loss):
+        raise TrainingError(non_finite("imitation loss", loss, step))
+    return loss

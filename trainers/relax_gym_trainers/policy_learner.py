@@ -1,0 +1,129 @@
+"""A batch's way through objectives, updates and epochs, for every learner."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from relax_gym.learner import Learner
+from relax_gym.types import Batch, Metrics, TrainingSample
+from relax_gym_trainers.torch_learner.objectives import Backend, Objective, Piece
+from relax_gym_trainers.torch_learner.optimizer import learning_rate
+from relax_gym_trainers.torch_learner.options import LearnerOptions
+from relax_gym_trainers.torch_learner.update import Tally, check_sampled
+
+
+class PolicyLearner(Learner):
+    """A step's batch is cut by groups into `updates_per_step` parts, one optimizer update each, gone through `epochs`
+    times. An update's loss is aggregated over all trained tokens of its part, however that is cut into micro-batches
+    and spread over processes.
+    """
+
+    options: LearnerOptions
+    backend: Backend
+    objectives: Sequence[Objective]
+    """One for each `[[env]]`."""
+    total_steps: int
+
+    @abstractmethod
+    def apply(self, lr: float, *, imitation: bool = False) -> float:
+        """One optimizer step with the gradient that was accumulated, which is dropped. Returns the norm it had.
+
+        Imitation has an optimizer state of its own.
+
+        Raises:
+            TrainingError: the gradient is not finite; nothing has changed.
+        """
+
+    def step(self, batch: Batch) -> Metrics:
+        """One step on the global batch. A batch without any gradient changes no weight. A KL is that to the model
+        as it was before the first step, i.e. after the warm-up if there was one.
+
+        Returns:
+            `loss`, `grad_norm` (before clipping; means over the updates), `lr`, `updates`, `seconds`; `trained_tokens`
+            of the batch, `padded_tokens` that one epoch's forward passes compute, pads included, `prefix_saved_tokens`
+            that they need not, thanks to shared prompts. When something was trained also, as means over its tokens:
+            `entropy` in nats, `ratio_mean` of π/π_old, `clip_fraction` (share of the tokens with an advantage that the
+            algorithm gave no gradient), what KL, teachers and corrections add (`kl`, `kl_reward`, `opd_kl`,
+            `teacher_logprob`, `correction_weight`, `correction_dropped`); and, for the tokens of the first update that
+            were scored, whose number is `logprob_diff_tokens`, the gap between learner and sampler:
+            `logprob_diff_mean`, `_max`, `_k3`, `_clipped`.
+
+        Raises:
+            TrainingError: loss, gradient or a log-prob of the sampler is not finite; the update that found it changed
+                nothing.
+        """
+        started = time.perf_counter()
+        check_sampled(batch.samples, step=self.version + 1)
+        self.leave_warmup()
+        lr = learning_rate(self.options, self.version, self.total_steps)
+        tally, losses, norms = Tally(), list[float](), list[float]()
+        updates = self._plan(batch.samples, tally)
+        for _ in range(self.options.epochs):
+            for pieces in updates:
+                first = not losses
+                step = self.version + 1
+                self.backend.begin()
+                losses.append(sum(self.backend.accumulate(p, tally=tally, first=first, step=step) for p in pieces))
+                norms.append(self.apply(lr))
+        parts = [piece.part for pieces in updates for piece in pieces]
+        self.version += 1
+        return {
+            "loss": float(np.mean(losses)) if losses else 0.0,
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "lr": lr,
+            "updates": float(len(losses)),
+            "trained_tokens": float(batch.trained_tokens),
+            "padded_tokens": float(sum(b.padded_tokens for part in parts for b in part.micro_batches)),
+            "prefix_saved_tokens": float(sum(part.saved_tokens for part in parts)),
+            "logprob_diff_tokens": float(tally.counts["logprob_diff_mean"]),
+            **tally.metrics(),
+            "seconds": time.perf_counter() - started,
+        }
+
+    def imitate(self, batch: Batch, *, lr: float) -> Metrics:
+        """One supervised step at the run's temperature. The first `step` drops its optimizer's state."""
+        part = self.backend.plan(batch.samples, skip_flat=False, distiller=None)
+        if not part.total_tokens:
+            return {"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0.0}
+        self.backend.begin()
+        loss = self.backend.imitate(part, step=self.version + 1)
+        return {"loss": loss, "grad_norm": self.apply(lr, imitation=True), "trained_tokens": float(part.total_tokens)}
+
+    @abstractmethod
+    def leave_warmup(self) -> None:
+        """A step follows: drop what imitation needed. Idempotent."""
+
+    def _by_objective(self, samples: Sequence[TrainingSample]) -> dict[Objective, list[int]]:
+        """Indices of the samples of each objective."""
+        out: dict[Objective, list[int]] = {}
+        for index, sample in enumerate(samples):
+            out.setdefault(self.objectives[sample.mixture], []).append(index)
+        return out
+
+    def _plan(self, samples: Sequence[TrainingSample], tally: Tally) -> list[list[Piece]]:
+        """The pieces of each optimizer update of an epoch; what has nothing to learn from is left out."""
+        shaped = list(samples)
+        for objective, own in self._by_objective(samples).items():
+            for index, sample in zip(own, objective.shape([samples[index] for index in own], tally), strict=True):
+                shaped[index] = sample
+        only = self.options.updates_per_step * self.options.epochs == 1
+        updates = []
+        for update in split_by_group(shaped, self.options.updates_per_step):
+            groups = self._by_objective(update).items()
+            pieces = [objective.piece([update[i] for i in own], update, only=only) for objective, own in groups]
+            updates.append([piece for piece in pieces if piece.part.micro_batches])
+        return [pieces for pieces in updates if pieces]
+
+
+def split_by_group(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:
+    """Cut samples into `parts` runs of whole groups, groups in order of appearance, sizes as equal as they can be."""
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    chunks = np.array_split(np.arange(len(groups)), parts)
+    ordered = list(groups.values())
+    return [[sample for index in chunk for sample in ordered[index]] for chunk in chunks]

@@ -1,0 +1,91 @@
+"""One process as a `Backend`: the policy, and the frozen weights of its reference."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from relax_gym.algorithm import FloatArray
+from relax_gym.types import TrainingSample
+from relax_gym_trainers.torch_learner.distillation import Distiller
+from relax_gym_trainers.torch_learner.objectives import Piece
+from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.policy import Policy
+from relax_gym_trainers.torch_learner.update import (
+    Part,
+    Tally,
+    accumulate_imitation_gradient,
+    accumulate_policy_gradient,
+    plan,
+    score_all,
+)
+
+
+class TorchBackend:
+    """See `Backend`. Gradients are added to `.grad`."""
+
+    def __init__(self, policy: Policy, options: TorchLearnerOptions) -> None:
+        """The parameters of `policy` that need a gradient are the ones trained."""
+        self.policy, self.options = policy, options
+        self.parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+        self.reference: list[Tensor] = []
+
+    def begin(self) -> None:
+        """See `Backend.begin`."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None = None) -> Part:
+        """See `Backend.plan`."""
+        return plan(
+            samples,
+            budget=self.options.micro_batch_tokens,
+            share_prefix=self.policy.share_prefix and (distiller is None or distiller.share_prefix),
+            skip_flat=skip_flat,
+            pair_cost=self.policy.pair_cost,
+            apart=None if distiller is None else distiller.owner,
+        )
+
+    def score_all(self, part: Part) -> list[Tensor]:
+        """See `Backend.score_all`."""
+        return score_all(self.policy, part.micro_batches)
+
+    def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:
+        """See `Backend.accumulate`."""
+        return accumulate_policy_gradient(
+            self.policy,
+            piece.objective.algorithm,
+            piece.part,
+            old=piece.old,
+            reference=piece.reference,
+            tally=tally,
+            first=first,
+            step=step,
+            distiller=piece.objective.distiller,
+        )
+
+    def imitate(self, part: Part, *, step: int) -> float:
+        """See `Backend.imitate`."""
+        return accumulate_imitation_gradient(self.policy, part, step=step)
+
+    def exchange(self, values: dict[TrainingSample, FloatArray]) -> dict[TrainingSample, FloatArray]:
+        """See `Backend.exchange`."""
+        return values
+
+    def take_reference(self) -> None:
+        """Freeze the trainable weights as they are; all others never change."""
+        self.reference = [parameter.detach().clone() for parameter in self.parameters]
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """See `Backend.as_reference`."""
+        current = [parameter.data for parameter in self.parameters]
+        for parameter, value in zip(self.parameters, self.reference, strict=True):
+            parameter.data = value
+        try:
+            yield
+        finally:
+            for parameter, value in zip(self.parameters, current, strict=True):
+                parameter.data = value
