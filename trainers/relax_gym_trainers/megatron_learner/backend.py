@@ -1,0 +1,240 @@
+"""One rank of many as a `Backend`: its share of each batch through Megatron's schedules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_gym.algorithm import FloatArray
+from relax_gym.types import TrainingSample
+from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
+from relax_gym_trainers.megatron_learner import batches
+from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, split_for_context
+from relax_gym_trainers.megatron_learner.logprobs import vocab_parallel_logprobs
+from relax_gym_trainers.megatron_learner.model import output_weight
+from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
+from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.torch_learner.distillation import Distiller
+from relax_gym_trainers.torch_learner.objectives import Piece
+from relax_gym_trainers.torch_learner.update import Part, Tally, differentiate, imitation_loss
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+
+Scores = tuple[Tensor, Tensor]
+"""Log-probs and entropies of some tokens, [n] each."""
+Loss = Callable[[int, PackedBatch, Scores], tuple[float, list[Tensor]]]
+"""(number and micro-batch, log-probs and entropies of all its trained tokens [N]) → its loss and that loss's gradients
+against them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """How hidden states become log-probs; see `vocab_parallel_logprobs`."""
+
+    vocabulary: int
+    temperature: float
+    never: Sequence[int]
+    chunk: int
+    dtype: torch.dtype
+
+
+class MegatronBackend:
+    """See `Backend`. Gradients go to the buffers of Megatron's data-parallel wrapper.
+
+    The loss of all micro-batches of all ranks is a sum: its weights have the totals of the update in them. So Megatron
+    is to add gradients and never to average; `calculate_per_token_loss` with one token in all does that.
+    """
+
+    def __init__(self, chunks: Sequence[Any], layout: Layout, options: MegatronLearnerOptions, head: Head) -> None:
+        """`chunks` are this rank's parts of the model, wrapped for data parallelism."""
+        self.chunks, self.layout, self.options, self.head = list(chunks), layout, options, head
+        self.control = dist.new_group(backend="gloo")
+
+    # What objectives ask for ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """See `Backend.begin`."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None = None) -> Part:
+        """See `Backend.plan`."""
+        plan = batches.plan(
+            samples,
+            ranks=self.layout.dp,
+            budget=self.options.micro_batch_tokens * self.layout.cp,
+            align=self.layout.token_multiple,
+            skip_flat=skip_flat,
+            multiple=self.layout.pp if self.layout.vpp > 1 else 1,
+            apart=None if distiller is None else distiller.owner,
+        )
+        return Part(
+            micro_batches=plan.micro_batches(parallel_state.get_data_parallel_rank()),
+            total_tokens=plan.total_tokens,
+            total_samples=plan.total_samples,
+            saved_tokens=0,
+        )
+
+    def score_all(self, part: Part) -> list[Tensor]:
+        """See `Backend.score_all`. Ranks of other stages than the last get zeros."""
+        found = [torch.zeros(len(batch.targets)) for batch in part.micro_batches]
+
+        def keep(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
+            found[number] = scores[0]
+            return 0.0, []
+
+        self._run(part, keep, forward_only=True)
+        return found
+
+    def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:
+        """See `Backend.accumulate`."""
+        algorithm, part = piece.objective.algorithm, piece.part
+
+        def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
+            logprobs, entropy = scores
+            tally.mean(entropy=entropy)
+            value, pairs = differentiate(
+                algorithm,
+                part,
+                batch,
+                logprobs,
+                [(entropy, -algorithm.entropy_coef)],
+                old=None if piece.old is None else piece.old[number],
+                reference=None if piece.reference is None else piece.reference[number],
+                tally=tally,
+                first=first,
+                step=step,
+            )
+            return value, [grad for _, grad in pairs]
+
+        return self._run(part, loss)
+
+    def imitate(self, part: Part, *, step: int) -> float:
+        """See `Backend.imitate`."""
+
+        def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
+            value = imitation_loss(scores[0], part, step=step)
+            return value, [torch.full_like(scores[0], -1 / part.total_tokens), torch.zeros_like(scores[1])]
+
+        return self._run(part, loss)
+
+    def exchange(self, values: dict[TrainingSample, FloatArray]) -> dict[TrainingSample, FloatArray]:
+        """See `Backend.exchange`."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """See `Backend.as_reference`."""
+        raise NotImplementedError
+
+    # One pass over the micro-batches ----------------------------------------------------------------------------------
+
+    def _run(self, part: Part, loss: Loss, *, forward_only: bool = False) -> float:
+        """All micro-batches through the pipeline; the sum of their losses over all ranks."""
+        total = 0.0
+        mine = list(part.micro_batches)
+        shares = [split_for_context(batch, self.layout.cp, self._cp_rank) for batch in mine]
+        first = self._is_first_sample_rank
+
+        def forward(iterator: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            number = next(iterator)
+            hidden = self._forward(chunk, mine[number], shares[number])
+
+            def reduce(out: Tensor, non_loss_data: bool = False) -> Any:
+                nonlocal total
+                value, surrogate = self._loss(out, number, mine[number], shares[number], loss)
+                total += value
+                # In all one "token", which is what Megatron divides the sum of gradients by.
+                count = torch.tensor(int(first and number == 0), dtype=torch.int, device=out.device)
+                return surrogate, count, {}
+
+            return hidden, reduce
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(range(len(mine))) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(mine),
+            seq_length=self.options.micro_batch_tokens,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return self._sum_over_samples(total)
+
+    def _forward(self, chunk: Any, batch: PackedBatch, share: ContextShare) -> Tensor:
+        device = next(chunk.parameters()).device
+        cu = torch.from_numpy(batch.cu_seqlens).to(device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu,
+            cu_seqlens_kv=cu,
+            cu_seqlens_q_padded=cu,
+            cu_seqlens_kv_padded=cu,
+            max_seqlen_q=batch.max_length,
+            max_seqlen_kv=batch.max_length,
+        )
+        ids, positions = (torch.from_numpy(array).to(device)[None] for array in (share.ids, share.positions))
+        out: Tensor = chunk(ids, positions, packed_seq_params=packed)
+        return out
+
+    def _loss(
+        self, hidden: Tensor, number: int, batch: PackedBatch, share: ContextShare, loss: Loss
+    ) -> tuple[float, Tensor]:
+        """The loss of one micro-batch, and a number with the same gradient."""
+        mine = self._score(hidden, batch, share)
+        trained = torch.from_numpy(share.trained).to(hidden.device)
+        whole = [self._over_context(values, trained, len(batch.targets)) for values in mine]
+        value, grads = loss(number, batch, (whole[0], whole[1]))
+        surrogate = hidden.sum() * 0  # so that an empty micro-batch has a graph, too
+        for values, grad in zip(mine, grads, strict=bool(grads)):
+            surrogate = surrogate + (values * grad[trained].to(values)).sum()
+        return value, surrogate
+
+    def _score(self, hidden: Tensor, batch: PackedBatch, share: ContextShare) -> Scores:
+        """Of the trained tokens that this context-parallel rank's hidden states predict."""
+        head = self.head
+        predictors, trained = (torch.from_numpy(a).to(hidden.device) for a in (share.predictors, share.trained))
+        return vocab_parallel_logprobs(
+            hidden.index_select(0, predictors),
+            output_weight(self.chunks[-1]),
+            torch.from_numpy(batch.targets).to(hidden.device)[trained],
+            group=parallel_state.get_tensor_model_parallel_group(),
+            temperature=head.temperature,
+            vocabulary=head.vocabulary,
+            never=head.never,
+            chunk=head.chunk,
+            dtype=head.dtype,
+        )
+
+    def _over_context(self, values: Tensor, trained: Tensor, count: int) -> Tensor:
+        """Those of all N trained tokens, [N], without gradient, from the parts of the context-parallel ranks."""
+        if self.layout.cp == 1:
+            return values.detach()
+        whole = values.new_zeros(count)
+        whole[trained] = values.detach()
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        return whole
+
+    @property
+    def _cp_rank(self) -> int:
+        return int(parallel_state.get_context_parallel_rank())
+
+    @property
+    def _is_first_sample_rank(self) -> bool:
+        return parallel_state.get_data_parallel_rank() == 0 and self._cp_rank == 0
+
+    def _sum_over_samples(self, value: float) -> float:
+        """Of the last stage's ranks, one for each share of the samples; the same number on all ranks."""
+        reports = parallel_state.is_pipeline_last_stage() and self._cp_rank == 0
+        reports = reports and parallel_state.get_tensor_model_parallel_rank() == 0
+        found = torch.tensor(value if reports else 0.0, dtype=torch.float64)
+        dist.all_reduce(found, group=self.control)
+        return found.item()

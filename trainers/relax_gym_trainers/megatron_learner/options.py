@@ -1,0 +1,30 @@
+"""Options of the Megatron learner. Checked when the config is read: nothing heavy is imported."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from relax_gym_trainers.torch_learner.options import LearnerOptions
+
+
+class MegatronLearnerOptions(LearnerOptions):
+    """`[learner]` with `name = "megatron"`. The world has tp · pp · cp · dp ranks."""
+
+    tp: int = Field(1, ge=1, description="ranks that share each matrix")
+    pp: int = Field(1, ge=1, description="pipeline stages")
+    vpp: int = Field(1, ge=1, description="chunks of layers of each pipeline stage")
+    cp: int = Field(1, ge=1, description="ranks that share each sequence")
+    ep: int = Field(1, ge=1, description="ranks that share the experts of a layer")
+    etp: int | None = Field(None, ge=1, description="ranks that share each expert's matrices; default: tp")
+    dp: int = Field(1, ge=1, description="ranks that take different samples")
+    sequence_parallel: bool | None = Field(
+        None, description="share the tokens between matrices among the tp ranks; default: if tp > 1"
+    )
+    distributed_optimizer: bool = Field(True, description="share the optimizer's state among the dp ranks")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in backward: less memory, more time"
+    )
+    timeout: float = Field(1800.0, gt=0, description="seconds that one call of all ranks may take")
+    start_timeout: float = Field(600.0, gt=0, description="seconds until all ranks have loaded the model")

@@ -1,0 +1,103 @@
+"""What each rank of the Megatron learner does: all of them the same, at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from relax_gym.config import load_algorithms
+from relax_gym.context import RunContext
+from relax_gym.sampler import Weights
+from relax_gym_trainers.megatron_learner import hf, model
+from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
+from relax_gym_trainers.megatron_learner.optimizer import apply_gradient, build_optimizer, forget, wrap
+from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
+from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
+from relax_gym_trainers.megatron_learner.ranks import Place
+from relax_gym_trainers.policy_learner import PolicyLearner
+from relax_gym_trainers.torch_learner.model import choose_device, choose_dtype
+from relax_gym_trainers.torch_learner.objectives import Objective
+
+LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel")
+
+
+def layout_of(options: MegatronLearnerOptions) -> Layout:
+    """The sizes of the parallel groups."""
+    return Layout(**{name: getattr(options, name) for name in LAYOUT})
+
+
+class RankLearner(PolicyLearner):
+    """One rank's share of a learner. Every method is called on all ranks at the same time."""
+
+    options: MegatronLearnerOptions
+    backend: MegatronBackend
+
+    def __init__(self, place: Place, context: RunContext, options: MegatronLearnerOptions) -> None:
+        """Join the other ranks and load this one's share of the model."""
+        config = context.config
+        self.options, self.layout = options, layout_of(options)
+        self.total_steps, self.version = config.train.steps, 0
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        initialise(self.layout, place.rank, place.init_method, backend, seed=config.seed)
+        self._config = AutoConfig.from_pretrained(context.model_path).get_text_config()
+        self._dtype = choose_dtype(options.dtype, choose_device("auto"))
+        recompute = {"recompute_granularity": options.recompute} if options.recompute != "none" else {}
+        if options.recompute == "full":
+            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        chunks = model.from_folder(
+            context.model_path,
+            self._config,
+            self.layout,
+            self._dtype,
+            calculate_per_token_loss=True,
+            **recompute,
+        )
+        wrapped = wrap(chunks, options)
+        self.optimizer = build_optimizer(wrapped, options, self._dtype)
+        head = Head(
+            vocabulary=self._config.vocab_size,
+            temperature=config.rollout.temperature,
+            never=context.never_sampled,
+            chunk=options.logprob_chunk,
+            dtype=self._dtype,
+        )
+        self.backend = MegatronBackend(wrapped, self.layout, options, head)
+        self.objectives = [
+            Objective(algorithm=algorithm, distiller=None, loss_weight=env.loss_weight, backend=self.backend)
+            for algorithm, env in zip(load_algorithms(config), config.env, strict=True)
+        ]
+        self._export, self._source = hf.Export(chunks, self._config), context.model_path
+        self._warming_up = False
+
+    def apply(self, lr: float, *, imitation: bool = False) -> float:
+        """See `PolicyLearner.apply`."""
+        self._warming_up |= imitation
+        return apply_gradient(self.optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
+
+    def leave_warmup(self) -> None:
+        """See `PolicyLearner.leave_warmup`."""
+        if self._warming_up:
+            forget(self.optimizer)
+            self._warming_up = False
+
+    def weights(self) -> Weights:
+        """All weights on every rank, gathered in buckets; a tensor is valid until the next is taken."""
+        return iter(self._export)
+
+    def export(self, folder: Path) -> None:
+        """See `Learner.export`."""
+        hf.write_folder(self._export, folder, self._source)
+
+    def save_state(self, folder: Path) -> None:
+        """See `Learner.save_state`."""
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        """See `Learner.load`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        destroy()
