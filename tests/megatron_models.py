@@ -24,6 +24,10 @@ from megatron.core.distributed import (  # isort: skip
 )
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel import (  # isort: skip
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
 
 assert compat
 VOCABULARY = 131  # no multiple of 2
@@ -51,6 +55,7 @@ CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**DENSE),
     "mistral": lambda: transformers.MistralConfig(**DENSE, sliding_window=None),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**EXPERTS),
+    "qwen3_moe_unnormalised": lambda: transformers.Qwen3MoeConfig(**EXPERTS | {"norm_topk_prob": False}),
     "mixtral": lambda: transformers.MixtralConfig(**MIXTRAL),
 }
 
@@ -77,7 +82,7 @@ def rows(micro_batch: int) -> list[Tensor]:
 
 
 def reference(folder: Path) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """What `transformers` says row by row: logits [length, vocabulary], and the gradients of the mean loss by hub name."""
+    """What `transformers` says row by row: logits [length, vocabulary], and the mean loss's gradients by hub name."""
     whole: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     logits = [[whole(ids[None]).logits[0] for ids in rows(j)] for j in range(len(LENGTHS))]
     losses = [
@@ -143,14 +148,14 @@ def pack(micro_batch: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     """[t, hidden] and this rank's rows of the head → logits [t, vocabulary] of all ranks, with their gradients."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
-
-    whole: Tensor = gather(hidden @ weight.T)
+    group = parallel_state.get_tensor_model_parallel_group()
+    hidden = copy_to_tensor_model_parallel_region(hidden, group)  # sums the gradients of the ranks' rows
+    whole: Tensor = gather_from_tensor_model_parallel_region(hidden @ weight.T, group)
     return whole[:, :VOCABULARY]
 
 
-def train_step(layout: Layout, folder: Path, wanted: list[list[Tensor]], **options: Any) -> dict[str, Any]:
-    """One forward and backward over all micro-batches → the worst difference of logits and the gradients by hub name."""
+def train_step(layout: Layout, folder: Path, wanted: list[list[Tensor]], options: dict[str, Any]) -> dict[str, Any]:
+    """One forward and backward over all micro-batches → the worst difference of logits, and gradients by hub name."""
     config = transformers.AutoConfig.from_pretrained(folder)
     chunks = model.from_folder(folder, config, layout, torch.float32, calculate_per_token_loss=True, **options)
     megatron = chunks[0].config
@@ -168,9 +173,7 @@ def train_step(layout: Layout, folder: Path, wanted: list[list[Tensor]], **optio
             logits = logits_of(hidden, model.output_weight(chunks[-1]))
             padded = [F.pad(row, (0, 0, 0, -len(row) % layout.token_multiple)) for row in wanted[number]]
             want = torch.cat([zigzag(row) for row in padded])
-            real = torch.cat(
-                [zigzag(F.pad(torch.ones(len(row)), (0, -len(row) % layout.token_multiple))) for row in wanted[number]]
-            ).bool()
+            real = want.any(1)  # not what was padded
             worst = max(worst, float((logits - want).detach()[real].abs().max()))
             nll = F.cross_entropy(logits, labels, reduction="none")
             return (nll * counts).sum(), counts.sum().int(), {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ def _import_megatron() -> None:
         warnings.simplefilter("ignore")
         import megatron.core.distributed
         import megatron.core.inference.contexts
-        import megatron.core.models.gpt
+        import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel  # noqa: F401
         from megatron.core.transformer.moe import moe_utils
@@ -44,6 +46,7 @@ def _import_megatron() -> None:
 
 _import_megatron()
 
+from megatron.core.tensor_parallel import mappings  # noqa: E402
 from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
 from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
 
@@ -128,15 +131,49 @@ class CpuRngTracker(megatron_random.CudaRNGStatesTracker):  # type: ignore[misc]
             self._current_state_name = outer
 
 
+_gather_evenly, _scatter_evenly = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather(tensor: Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+    """Megatron's, also for unequal sizes, which gloo's all_gather refuses."""
+    if sizes is None or group.size() == 1:
+        return _gather_evenly(tensor, group, None, use_global_buffer)
+    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = _gather_evenly(padded, group).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _scatter(tensor: Tensor, group: Any, sizes: list[int] | None = None, use_global_buffer: bool = False) -> Any:
+    """Megatron's reduce-scatter, also for unequal sizes."""
+    if sizes is None or group.size() == 1:
+        return _scatter_evenly(tensor, group, None, use_global_buffer)
+    whole = tensor.contiguous().clone()
+    torch.distributed.all_reduce(whole, group=group)
+    return whole.split(sizes)[group.rank()]
+
+
+NOISE: list[tuple[str, type[Warning]]] = [
+    ("`torch.distributed.[a-z_]+` is deprecated", FutureWarning),
+    ("MLP requires ffn_hidden_size", DeprecationWarning),
+    ("Warning: tp_group is None", DeprecationWarning),
+    ("full scope is deprecated", UserWarning),
+    ("`sequence_parallel` is set to `True`, but tensor model parallel size is 1", UserWarning),
+]
+"""What Megatron makes torch and itself warn of, whatever its caller does."""
+
 _prepared = threading.local()
 
 
 def prepare() -> None:
-    """Make the calling thread able to run Megatron code. Idempotent; does nothing where CUDA is available.
+    """Make the calling thread able to run Megatron code. Idempotent; with CUDA it only silences warnings.
 
     A forked child inherits it. What is replaced: the functions of `torch.cuda` that fail without a device, compilation
     (`torch.compiler` runs eagerly), Megatron's random streams, and devices named "cuda" in this thread.
     """
+    for message, category in NOISE:
+        warnings.filterwarnings("ignore", message, category)
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel "is deprecated"
     if torch.cuda.is_available() or getattr(_prepared, "mode", None) is not None:
         return
     stand_ins: dict[str, object] = {
@@ -157,6 +194,9 @@ def prepare() -> None:
     megatron_random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = _gather, _scatter
+    # Advice on the order of kernels on a GPU.
+    warnings.filterwarnings("ignore", "When using (sequence parallelism|async grad allreduce) it is rec", UserWarning)
     _prepared.mode = CudaIsCpu()
     _prepared.mode.__enter__()
 

@@ -237,7 +237,8 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
     if group.size() == 1:
         return tensor
     out = tensor.new_empty(group.size(), *tensor.shape[1:])
-    dist.all_gather_into_tensor(out, tensor, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed by torch 2.14
+    gather(out, tensor, group=group)
     return out
 
 

@@ -20,10 +20,7 @@ from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angle
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
-from megatron.core.tensor_parallel import (  # isort: skip
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import (  # isort: skip
@@ -50,8 +47,7 @@ class LanguageModel(GPTModel):  # type: ignore[misc]
 
         Returns:
             On the last stage the normed hidden states of all t tokens [t, hidden], the same on every tensor-parallel
-            rank; what these give as their gradients is summed, so each computes its own share of the vocabulary only.
-            Before it, what the next stage takes.
+            rank, each of which gives their whole gradient back. Before it, what the next stage takes.
         """
         keep_angles(packed_seq_params, position_ids, self.frequencies, self.config.params_dtype)
         out: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
@@ -61,11 +57,10 @@ class LanguageModel(GPTModel):  # type: ignore[misc]
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
-        else:
-            whole = copy_to_tensor_model_parallel_region(hidden_states)
-        tokens: Tensor = whole.squeeze(1)
-        return tokens
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return hidden_states.squeeze(1)
 
 
 def output_weight(chunk: Any) -> Tensor:
@@ -148,7 +143,7 @@ def build(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, **option
             frequencies=frequencies,
             **({"vp_stage": number} if layout.vpp > 1 else {}),
         )
-        chunks.append(chunk.to(device))
+        chunks.append(chunk.to(device, dtype))
     return chunks
 
 

@@ -63,6 +63,11 @@ class Layout:
                 "ranks of a pipeline stage; change ep, etp or dp"
             )
 
+    def __str__(self) -> str:
+        """As `tp2 pp2 etp2 sp`: what is not 1."""
+        named = [f"{f.name}{value}" for f in fields(self) if (value := getattr(self, f.name)) != 1]
+        return " ".join(name for name in named if not name.startswith("seq")) + " sp" * bool(self.sequence_parallel)
+
     @property
     def expert_ranks(self) -> int:
         """Ranks that share each expert's matrices."""
