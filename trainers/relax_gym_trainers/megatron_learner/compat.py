@@ -140,7 +140,7 @@ def _gather(tensor: Tensor, group: Any, sizes: list[int] | None = None, use_glob
         return _gather_evenly(tensor, group, None, use_global_buffer)
     padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
-    parts = _gather_evenly(padded, group).split(max(sizes))
+    parts = torch.split(_gather_evenly(padded, group), max(sizes))
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
@@ -150,7 +150,7 @@ def _scatter(tensor: Tensor, group: Any, sizes: list[int] | None = None, use_glo
         return _scatter_evenly(tensor, group, None, use_global_buffer)
     whole = tensor.contiguous().clone()
     torch.distributed.all_reduce(whole, group=group)
-    return whole.split(sizes)[group.rank()]
+    return torch.split(whole, sizes)[group.rank()]
 
 
 NOISE: list[tuple[str, type[Warning]]] = [

@@ -211,7 +211,7 @@ class Export:
         first = 0
         for piece in bucket:
             rule = self.rules[piece.rule]
-            run = parts[:, :, first : first + piece.shape.numel()].unflatten(2, piece.shape)
+            run = parts[:, :, first : first + piece.shape.numel()].reshape(*parts.shape[:2], *piece.shape)
             first += piece.shape.numel()
             for rank, shards in enumerate(run):
                 expert = piece.expert + (rank - self._experts.rank()) * per_rank

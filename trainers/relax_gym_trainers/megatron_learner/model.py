@@ -76,7 +76,8 @@ def output_weight(chunk: Any) -> Tensor:
 
 def padded_vocabulary(config: PretrainedConfig, layout: Layout) -> int:
     """The vocabulary with what makes it a multiple of the tensor-parallel ranks; the added rows are zeros."""
-    return -(-config.vocab_size // layout.tp) * layout.tp
+    size: int = config.vocab_size
+    return -(-size // layout.tp) * layout.tp
 
 
 def transformer_config(

@@ -8,7 +8,7 @@ from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from relax_gym_trainers.megatron_learner.families.base import Family
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     model_type: module.FAMILY
     for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
     for model_type in module.FAMILY.model_types

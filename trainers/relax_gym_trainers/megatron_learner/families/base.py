@@ -121,7 +121,7 @@ EXPERT = "mlp.experts.local_experts.{expert}"
 
 def number_of_experts(config: PretrainedConfig) -> int:
     """0 in a dense model."""
-    return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    return int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0)
 
 
 def expert_size(config: PretrainedConfig) -> int:
@@ -130,7 +130,7 @@ def expert_size(config: PretrainedConfig) -> int:
 
 
 def head_size(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def sizes(config: PretrainedConfig) -> Sizes:

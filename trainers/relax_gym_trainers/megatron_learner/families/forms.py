@@ -107,7 +107,7 @@ class QueryKeyValue(Form):
         shared = sizes.heads // sizes.groups
         whole = torch.cat(list(parts))
         grouped = whole.view(sizes.groups, (shared + 2) * sizes.head, *whole.shape[1:])
-        runs = grouped.split([shared * sizes.head, sizes.head, sizes.head], 1)
+        runs = torch.split(grouped, [shared * sizes.head, sizes.head, sizes.head], 1)
         return [run.reshape(-1, *whole.shape[1:]) for run in runs]
 
 
