@@ -69,6 +69,7 @@ class PolicyLearner(Learner):
                 self.backend.begin()
                 losses.append(sum(self.backend.accumulate(p, tally=tally, first=first, step=step) for p in pieces))
                 norms.append(self.apply(lr))
+        tally = self.backend.merge(tally)
         parts = [piece.part for pieces in updates for piece in pieces]
         self.version += 1
         return {
@@ -77,7 +78,7 @@ class PolicyLearner(Learner):
             "lr": lr,
             "updates": float(len(losses)),
             "trained_tokens": float(batch.trained_tokens),
-            "padded_tokens": float(sum(b.padded_tokens for part in parts for b in part.micro_batches)),
+            "padded_tokens": float(sum(part.padded_tokens for part in parts)),
             "prefix_saved_tokens": float(sum(part.saved_tokens for part in parts)),
             "logprob_diff_tokens": float(tally.counts["logprob_diff_mean"]),
             **tally.metrics(),

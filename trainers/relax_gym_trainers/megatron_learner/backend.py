@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from relax_gym.algorithm import FloatArray
 from relax_gym.types import TrainingSample
-from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
-from relax_gym_trainers.megatron_learner import batches
+from relax_gym_trainers.megatron_learner import batches, compat  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, split_for_context
 from relax_gym_trainers.megatron_learner.logprobs import vocab_parallel_logprobs
 from relax_gym_trainers.megatron_learner.model import output_weight
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.objectives import Piece
 from relax_gym_trainers.torch_learner.update import Part, Tally, differentiate, imitation_loss
@@ -28,6 +28,7 @@ from megatron.core import parallel_state  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
+T = TypeVar("T")
 Scores = tuple[Tensor, Tensor]
 """Log-probs and entropies of some tokens, [n] each."""
 Loss = Callable[[int, PackedBatch, Scores], tuple[float, list[Tensor]]]
@@ -56,7 +57,8 @@ class MegatronBackend:
     def __init__(self, chunks: Sequence[Any], layout: Layout, options: MegatronLearnerOptions, head: Head) -> None:
         """`chunks` are this rank's parts of the model, wrapped for data parallelism."""
         self.chunks, self.layout, self.options, self.head = list(chunks), layout, options, head
-        self.control = dist.new_group(backend="gloo")
+        self.reference = Reference([parameter for chunk in self.chunks for parameter in chunk.parameters()])
+        self.control: Any = dist.new_group(backend="gloo")
 
     # What objectives ask for ------------------------------------------------------------------------------------------
 
@@ -65,7 +67,9 @@ class MegatronBackend:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
-    def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None = None) -> Part:
+    def plan(
+        self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None = None
+    ) -> Part[PackedBatch]:
         """See `Backend.plan`."""
         plan = batches.plan(
             samples,
@@ -80,10 +84,11 @@ class MegatronBackend:
             micro_batches=plan.micro_batches(parallel_state.get_data_parallel_rank()),
             total_tokens=plan.total_tokens,
             total_samples=plan.total_samples,
+            padded_tokens=plan.padded_tokens,
             saved_tokens=0,
         )
 
-    def score_all(self, part: Part) -> list[Tensor]:
+    def score_all(self, part: Part[PackedBatch]) -> list[Tensor]:
         """See `Backend.score_all`. Ranks of other stages than the last get zeros."""
         found = [torch.zeros(len(batch.targets)) for batch in part.micro_batches]
 
@@ -117,7 +122,7 @@ class MegatronBackend:
 
         return self._run(part, loss)
 
-    def imitate(self, part: Part, *, step: int) -> float:
+    def imitate(self, part: Part[PackedBatch], *, step: int) -> float:
         """See `Backend.imitate`."""
 
         def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
@@ -126,18 +131,24 @@ class MegatronBackend:
 
         return self._run(part, loss)
 
-    def exchange(self, values: dict[TrainingSample, FloatArray]) -> dict[TrainingSample, FloatArray]:
+    def exchange(
+        self, values: dict[TrainingSample, FloatArray], samples: Sequence[TrainingSample]
+    ) -> dict[TrainingSample, FloatArray]:
         """See `Backend.exchange`."""
-        raise NotImplementedError
+        mine = {index: values[sample] for index, sample in enumerate(samples) if sample in values}
+        return {samples[index]: value for found in self._reports(mine) for index, value in found.items()}
 
-    @contextlib.contextmanager
-    def as_reference(self) -> Iterator[None]:
+    def merge(self, tally: Tally) -> Tally:
+        """See `Backend.merge`."""
+        return sum(self._reports(tally), Tally())
+
+    def as_reference(self) -> AbstractContextManager[None]:
         """See `Backend.as_reference`."""
-        raise NotImplementedError
+        return self.reference.inside()
 
     # One pass over the micro-batches ----------------------------------------------------------------------------------
 
-    def _run(self, part: Part, loss: Loss, *, forward_only: bool = False) -> float:
+    def _run(self, part: Part[PackedBatch], loss: Loss, *, forward_only: bool = False) -> float:
         """All micro-batches through the pipeline; the sum of their losses over all ranks."""
         total = 0.0
         mine = list(part.micro_batches)
@@ -167,7 +178,7 @@ class MegatronBackend:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return self._sum_over_samples(total)
+        return sum(self._reports(total))
 
     def _forward(self, chunk: Any, batch: PackedBatch, share: ContextShare) -> Tensor:
         device = next(chunk.parameters()).device
@@ -194,7 +205,7 @@ class MegatronBackend:
         whole = [self._over_context(values, trained, len(batch.targets)) for values in mine]
         value, grads = loss(number, batch, (whole[0], whole[1]))
         surrogate = hidden.sum() * 0  # so that an empty micro-batch has a graph, too
-        for values, grad in zip(mine, grads, strict=bool(grads)):
+        for values, grad in zip(mine, grads, strict=True) if grads else ():
             surrogate = surrogate + (values * grad[trained].to(values)).sum()
         return value, surrogate
 
@@ -231,10 +242,10 @@ class MegatronBackend:
     def _is_first_sample_rank(self) -> bool:
         return parallel_state.get_data_parallel_rank() == 0 and self._cp_rank == 0
 
-    def _sum_over_samples(self, value: float) -> float:
-        """Of the last stage's ranks, one for each share of the samples; the same number on all ranks."""
-        reports = parallel_state.is_pipeline_last_stage() and self._cp_rank == 0
-        reports = reports and parallel_state.get_tensor_model_parallel_rank() == 0
-        found = torch.tensor(value if reports else 0.0, dtype=torch.float64)
-        dist.all_reduce(found, group=self.control)
-        return found.item()
+    def _reports(self, value: T) -> list[T]:
+        """What the ranks have of which there is one for each share of the samples, and which know its scores."""
+        last = parallel_state.is_pipeline_last_stage()
+        reports = last and self._cp_rank == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+        found: list[Any] = [None] * self.layout.world_size
+        dist.all_gather_object(found, value if reports else None, group=self.control)
+        return [one for one in found if one is not None]

@@ -78,6 +78,12 @@ class Plan:
     total_tokens: int
     total_samples: int
 
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that all ranks together compute, pads included."""
+        lengths = [_padded(len(_row(sample)), self.align) for sample in self.used]
+        return sum(sum(lengths[i] for i in members) or self.align for share in self.shares for members in share)
+
     def micro_batches(self, rank: int) -> list[PackedBatch]:
         """The share of a data-parallel rank, largest first, the empty ones last."""
         shape = _expert_shape(self.used)

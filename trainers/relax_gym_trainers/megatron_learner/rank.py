@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -20,6 +21,11 @@ from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner.model import choose_device, choose_dtype
 from relax_gym_trainers.torch_learner.objectives import Objective
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel")
 
 
@@ -43,16 +49,13 @@ class RankLearner(PolicyLearner):
         initialise(self.layout, place.rank, place.init_method, backend, seed=config.seed)
         self._config = AutoConfig.from_pretrained(context.model_path).get_text_config()
         self._dtype = choose_dtype(options.dtype, choose_device("auto"))
-        recompute = {"recompute_granularity": options.recompute} if options.recompute != "none" else {}
-        if options.recompute == "full":
-            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
         chunks = model.from_folder(
             context.model_path,
             self._config,
             self.layout,
             self._dtype,
             calculate_per_token_loss=True,
-            **recompute,
+            **RECOMPUTE[options.recompute],
         )
         wrapped = wrap(chunks, options)
         self.optimizer = build_optimizer(wrapped, options, self._dtype)
@@ -70,6 +73,8 @@ class RankLearner(PolicyLearner):
         ]
         self._export, self._source = hf.Export(chunks, self._config), context.model_path
         self._warming_up = False
+        if any(objective.algorithm.needs_reference for objective in self.objectives):
+            self.backend.reference.take()
 
     def apply(self, lr: float, *, imitation: bool = False) -> float:
         """See `PolicyLearner.apply`."""
@@ -81,6 +86,8 @@ class RankLearner(PolicyLearner):
         if self._warming_up:
             forget(self.optimizer)
             self._warming_up = False
+            if self.version == 0 and self.backend.reference.values:
+                self.backend.reference.take()
 
     def weights(self) -> Weights:
         """All weights on every rank, gathered in buckets; a tensor is valid until the next is taken."""

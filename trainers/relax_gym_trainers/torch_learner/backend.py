@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
 from relax_gym.algorithm import FloatArray
 from relax_gym.types import TrainingSample
+from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.objectives import Piece
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.packing import MicroBatch
 from relax_gym_trainers.torch_learner.policy import Policy
 from relax_gym_trainers.torch_learner.update import (
     Part,
@@ -30,14 +32,16 @@ class TorchBackend:
         """The parameters of `policy` that need a gradient are the ones trained."""
         self.policy, self.options = policy, options
         self.parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
-        self.reference: list[Tensor] = []
+        self.reference = Reference(self.parameters)
 
     def begin(self) -> None:
         """See `Backend.begin`."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None = None) -> Part:
+    def plan(
+        self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None = None
+    ) -> Part[MicroBatch]:
         """See `Backend.plan`."""
         return plan(
             samples,
@@ -48,7 +52,7 @@ class TorchBackend:
             apart=None if distiller is None else distiller.owner,
         )
 
-    def score_all(self, part: Part) -> list[Tensor]:
+    def score_all(self, part: Part[MicroBatch]) -> list[Tensor]:
         """See `Backend.score_all`."""
         return score_all(self.policy, part.micro_batches)
 
@@ -66,26 +70,20 @@ class TorchBackend:
             distiller=piece.objective.distiller,
         )
 
-    def imitate(self, part: Part, *, step: int) -> float:
+    def imitate(self, part: Part[MicroBatch], *, step: int) -> float:
         """See `Backend.imitate`."""
         return accumulate_imitation_gradient(self.policy, part, step=step)
 
-    def exchange(self, values: dict[TrainingSample, FloatArray]) -> dict[TrainingSample, FloatArray]:
+    def exchange(
+        self, values: dict[TrainingSample, FloatArray], samples: Sequence[TrainingSample]
+    ) -> dict[TrainingSample, FloatArray]:
         """See `Backend.exchange`."""
         return values
 
-    def take_reference(self) -> None:
-        """Freeze the trainable weights as they are; all others never change."""
-        self.reference = [parameter.detach().clone() for parameter in self.parameters]
-
-    @contextlib.contextmanager
-    def as_reference(self) -> Iterator[None]:
+    def as_reference(self) -> AbstractContextManager[None]:
         """See `Backend.as_reference`."""
-        current = [parameter.data for parameter in self.parameters]
-        for parameter, value in zip(self.parameters, self.reference, strict=True):
-            parameter.data = value
-        try:
-            yield
-        finally:
-            for parameter, value in zip(self.parameters, current, strict=True):
-                parameter.data = value
+        return self.reference.inside()
+
+    def merge(self, tally: Tally) -> Tally:
+        """See `Backend.merge`."""
+        return tally

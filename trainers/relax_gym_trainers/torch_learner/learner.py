@@ -68,7 +68,7 @@ class TorchLearner(PolicyLearner):
         self._imitation: torch.optim.AdamW | None = None
         self._reference_moved = False
         if any(algorithm.needs_reference for algorithm in algorithms):
-            self.backend.take_reference()
+            self.backend.reference.take()
 
     def apply(self, lr: float, *, imitation: bool = False) -> float:
         """See `PolicyLearner.apply`."""
@@ -82,8 +82,8 @@ class TorchLearner(PolicyLearner):
         if self._imitation is None:
             return
         self._imitation = None
-        if self.version == 0 and self.backend.reference:
-            self.backend.take_reference()
+        if self.version == 0 and self.backend.reference.values:
+            self.backend.reference.take()
             self._reference_moved = True
 
     def weights(self) -> Weights:
@@ -101,7 +101,7 @@ class TorchLearner(PolicyLearner):
             "version": self.version,
             "optimizer": self.optimizer.state_dict(),
             "imitation": self._imitation.state_dict() if self._imitation else None,
-            "reference": self.backend.reference if self._reference_moved else None,
+            "reference": self.backend.reference.values if self._reference_moved else None,
             "adapters": [p.detach() for p in self.parameters] if self.options.lora else None,
             "base": self._base_checksum() if self.options.lora else None,
             "rng": torch.get_rng_state(),
@@ -135,7 +135,7 @@ class TorchLearner(PolicyLearner):
             self._imitation = build_optimizer(self.parameters, self.options)
             self._imitation.load_state_dict(state["imitation"])
         if state["reference"]:
-            self.backend.reference, self._reference_moved = state["reference"], True
+            self.backend.reference.values, self._reference_moved = state["reference"], True
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"]:
             torch.cuda.set_rng_state_all([value.cpu() for value in state["cuda_rng"]])
@@ -146,7 +146,7 @@ class TorchLearner(PolicyLearner):
         for objective in self.objectives:
             if objective.distiller is not None:
                 objective.distiller.close()
-        self._imitation, self.backend.reference = None, []
+        self._imitation, self.backend.reference.values = None, []
         self.policy.model.to("meta")  # type: ignore[arg-type]
 
     def _build_objectives(self, algorithms: Sequence[Algorithm], context: RunContext) -> list[Objective]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,10 +25,10 @@ class Backend(Protocol):
     def begin(self) -> None:
         """Drop what gradient there is."""
 
-    def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None) -> Part:
+    def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None) -> Part[Any]:
         """Pack samples, or this process's share of them; `skip_flat` leaves out those without advantage."""
 
-    def score_all(self, part: Part) -> list[Tensor]:
+    def score_all(self, part: Part[Any]) -> list[Tensor]:
         """Log-probs of the trained tokens without gradient, [N] for each micro-batch."""
 
     def as_reference(self) -> AbstractContextManager[None]:
@@ -37,11 +37,16 @@ class Backend(Protocol):
     def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:
         """Add a piece's gradient to what will be applied and return its loss; see `accumulate_policy_gradient`."""
 
-    def imitate(self, part: Part, *, step: int) -> float:
+    def imitate(self, part: Part[Any], *, step: int) -> float:
         """Add the gradient of the mean negative log-likelihood of the trained tokens and return that mean."""
 
-    def exchange(self, values: dict[TrainingSample, FloatArray]) -> dict[TrainingSample, FloatArray]:
-        """What all processes know, of the samples that each has."""
+    def exchange(
+        self, values: dict[TrainingSample, FloatArray], samples: Sequence[TrainingSample]
+    ) -> dict[TrainingSample, FloatArray]:
+        """What all processes know of the samples together, each of those of its share."""
+
+    def merge(self, tally: Tally) -> Tally:
+        """What all processes have counted together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +58,7 @@ class Piece:
     """
 
     objective: Objective
-    part: Part
+    part: Part[Any]
     old: list[Tensor] | None
     reference: list[Tensor] | None
 
@@ -67,7 +72,7 @@ class Objective:
     loss_weight: float
     backend: Backend
 
-    def part(self, samples: Sequence[TrainingSample], *, skip_flat: bool) -> Part:
+    def part(self, samples: Sequence[TrainingSample], *, skip_flat: bool) -> Part[Any]:
         """See `Backend.plan`."""
         return self.backend.plan(samples, skip_flat=skip_flat, distiller=self.distiller)
 
@@ -91,7 +96,7 @@ class Objective:
             logprobs = self.backend.score_all(part)
         with self.backend.as_reference():
             reference = self.backend.score_all(part)
-        kl = self.backend.exchange(kl_by_sample(part, logprobs, reference, self.algorithm))
+        kl = self.backend.exchange(kl_by_sample(part, logprobs, reference, self.algorithm), samples)
         for values in kl.values():
             tally.mean(kl_reward=torch.from_numpy(values))
         return subtract_kl(samples, [kl.get(sample, np.zeros(0)) for sample in samples], self.algorithm)
@@ -114,12 +119,12 @@ class Objective:
             objective=self, part=part, old=self._old_logprobs(part, only), reference=self._reference_logprobs(part)
         )
 
-    def _old_logprobs(self, part: Part, only: bool) -> list[Tensor] | None:
+    def _old_logprobs(self, part: Part[Any], only: bool) -> list[Tensor] | None:
         if self.algorithm.old_logprobs == "rollout":
             return [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
         return None if only else self.backend.score_all(part)
 
-    def _reference_logprobs(self, part: Part) -> list[Tensor] | None:
+    def _reference_logprobs(self, part: Part[Any]) -> list[Tensor] | None:
         if not self.algorithm.kl_coef:
             return None
         with self.backend.as_reference():

@@ -6,9 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_gym.algorithm import Algorithm, FloatArray, TrainedTokens
@@ -18,17 +20,39 @@ from relax_gym_trainers.functional import kl_estimate, token_weights
 from relax_gym_trainers.objective import correction_weight, mismatch, policy_loss
 from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.optimizer import non_finite
-from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
+from relax_gym_trainers.torch_learner.packing import IntArray, MicroBatch, pack
 from relax_gym_trainers.torch_learner.policy import Policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
-    """What one update trains on. The totals are those of all its samples, the skipped ones included."""
+class Trained(Protocol):
+    """What the loss needs of a micro-batch: N trained tokens of S samples; see `MicroBatch`."""
 
-    micro_batches: Sequence[MicroBatch]
+    @property
+    def targets(self) -> IntArray: ...
+    @property
+    def sample(self) -> IntArray: ...
+    @property
+    def logprobs(self) -> NDArray[np.float32]: ...
+    @property
+    def advantages(self) -> NDArray[np.float32]: ...
+    @property
+    def token_counts(self) -> IntArray: ...
+    @property
+    def members(self) -> tuple[TrainingSample, ...]: ...
+
+
+Packed = TypeVar("Packed", bound=Trained, covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part(Generic[Packed]):
+    """What one update trains on, or one process's share of it. The totals are those of all its samples, the skipped
+    ones included; `padded_tokens` and `saved_tokens` of all processes."""
+
+    micro_batches: Sequence[Packed]
     total_tokens: int
     total_samples: int
+    padded_tokens: int
     saved_tokens: int
     loss_weight: float = 1.0
 
@@ -41,7 +65,7 @@ def plan(
     skip_flat: bool,
     pair_cost: float = 0.0,
     apart: Callable[[TrainingSample], object] | None = None,
-) -> Part:
+) -> Part[MicroBatch]:
     """Pack samples for one update. `skip_flat` leaves out samples all of whose advantages are 0: no policy gradient.
 
     What is left out still counts in the totals, so skipping changes time, not the gradient. Samples of which `apart`
@@ -62,6 +86,7 @@ def plan(
         micro_batches=micro_batches,
         total_tokens=sum(sample.trained_tokens for sample in trained),
         total_samples=len(trained),
+        padded_tokens=sum(batch.padded_tokens for batch in micro_batches),
         saved_tokens=alone - sum(batch.real_tokens for batch in micro_batches),
     )
 
@@ -103,6 +128,16 @@ class Tally:
         """Take the largest of `value` and what was seen before."""
         self.maxima[name] = max(self.maxima.get(name, -math.inf), value.max().item())
 
+    def __add__(self, other: Tally) -> Tally:
+        """What both have seen."""
+        out = Tally(sums=defaultdict(float, self.sums), counts=defaultdict(int, self.counts), maxima={**self.maxima})
+        for name, value in other.sums.items():
+            out.sums[name] += value
+            out.counts[name] += other.counts[name]
+        for name, value in other.maxima.items():
+            out.maxima[name] = max(out.maxima.get(name, value), value)
+        return out
+
     def metrics(self) -> Metrics:
         """All of it by name."""
         return {name: total / self.counts[name] for name, total in self.sums.items()} | self.maxima
@@ -115,7 +150,7 @@ def score_all(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tenso
 
 
 def kl_by_sample(
-    part: Part, logprobs: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm
+    part: Part[Trained], logprobs: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm
 ) -> dict[TrainingSample, FloatArray]:
     """For each sample the reward's KL to the reference at each of its trained tokens, float64 [trained_tokens]."""
     out: dict[TrainingSample, FloatArray] = {}
@@ -128,7 +163,7 @@ def kl_by_sample(
 def accumulate_policy_gradient(
     policy: Policy,
     algorithm: Algorithm,
-    part: Part,
+    part: Part[MicroBatch],
     *,
     old: Sequence[Tensor] | None,
     reference: Sequence[Tensor] | None,
@@ -171,8 +206,8 @@ def accumulate_policy_gradient(
 
 def differentiate(
     algorithm: Algorithm,
-    part: Part,
-    batch: MicroBatch,
+    part: Part[Trained],
+    batch: Trained,
     logprobs: Tensor,
     terms: Sequence[tuple[Tensor, float]],
     *,
@@ -224,7 +259,7 @@ def _score(
     return logprobs, [*terms, (entropy, -algorithm.entropy_coef)]
 
 
-def _weights(algorithm: Algorithm, part: Part, batch: MicroBatch) -> Tensor:
+def _weights(algorithm: Algorithm, part: Part[Trained], batch: Trained) -> Tensor:
     """Weight of each token in the loss, [N] float64."""
     each = token_weights(
         batch.token_counts,
@@ -270,7 +305,7 @@ def _compare(algorithm: Algorithm, tokens: TrainedTokens, tally: Tally) -> None:
     tally.maximum("logprob_diff_max", gaps["mean"])
 
 
-def accumulate_imitation_gradient(policy: Policy, part: Part, *, step: int) -> float:
+def accumulate_imitation_gradient(policy: Policy, part: Part[MicroBatch], *, step: int) -> float:
     """Add the gradient of the mean negative log-likelihood over all trained tokens to `.grad`; return that mean.
 
     Raises:
@@ -286,7 +321,7 @@ def accumulate_imitation_gradient(policy: Policy, part: Part, *, step: int) -> f
     return total
 
 
-def imitation_loss(logprobs: Tensor, part: Part, *, step: int) -> float:
+def imitation_loss(logprobs: Tensor, part: Part[Trained], *, step: int) -> float:
     """A micro-batch's share of the mean negative log-likelihood over all trained tokens of the part.
 
     Raises:
