@@ -52,11 +52,18 @@ def launched_rank() -> int | None:
 
 
 def serve() -> None:
-    """What a launched rank but the first runs instead of the trainer. Returns when rank 0 closes its `Ranks`."""
+    """What a launched rank but the first runs instead of the trainer. Returns when rank 0 closes its `Ranks`.
+
+    Raises ConfigError when rank 0 needs another number of ranks. Should rank 0 end without any `Ranks`, its exit code
+    must not be 0, or the launcher would let the others wait for it.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 sees to Ctrl-C
     store = _rendezvous(timedelta(days=7))  # rank 0 may have much to prepare; the launcher knows when it has ended
-    host, port, key = json.loads(store.get(RENDEZVOUS_KEY))
+    told = json.loads(store.get(RENDEZVOUS_KEY))
+    if isinstance(told, str):
+        raise ConfigError(told)
+    host, port, key = told
     link = Client((host, port), authkey=bytes.fromhex(key))
     link.send(launched_rank())
     place = Place(rank=launched_rank() or 0, world=int(os.environ["WORLD_SIZE"]), init_method="env://")
@@ -75,6 +82,7 @@ class Other:
         log_start: int = 0,
     ) -> None:
         self.rank, self._link, self._process, self._log, self._log_start = rank, link, process, log, log_start
+        self._dismissed = threading.Event()
         self._worker = Worker(f"rank {rank}")
 
     def ask(self, parcel: Parcel, answers: Answers) -> None:
@@ -94,17 +102,21 @@ class Other:
 
     def dismiss(self) -> None:
         """It ends by itself."""
+        self._worker.post(self._dismiss)
 
-        def end() -> None:
-            with contextlib.suppress(OSError):
-                send_end(self._link)
+    def _dismiss(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            send_end(self._link)
+            if self._link.poll(GRACE_SECONDS):
+                self._link.recv()  # raises: the other side closes it
+        self._dismissed.set()
 
-        self._worker.post(end)
-
-    def join(self, seconds: float) -> None:
+    def join(self) -> None:
+        """Wait until it has ended, but not for ever."""
+        self._dismissed.wait(GRACE_SECONDS)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
+                self._process.wait(GRACE_SECONDS)
 
     def kill(self) -> None:
         """It ends at once, with what it has started."""
@@ -191,12 +203,14 @@ def _rendezvous(timeout: timedelta) -> Any:
 
 def join(world: int, deadline: float) -> list[Other]:
     """The ranks that a launcher has started and that `serve`."""
-    if (launched := int(os.environ["WORLD_SIZE"])) != world:
-        raise ConfigError(
-            f"{launched} processes were started (WORLD_SIZE), but the learner's layout has {world} ranks: tp · pp · cp "
-            f"· dp must be {launched}; or start one process, which starts the others itself"
-        )
     store = _rendezvous(timedelta(minutes=5))
+    if (launched := int(os.environ["WORLD_SIZE"])) != world:
+        refusal = (
+            f"{launched} processes were started (WORLD_SIZE), but the learner's layout has {world} ranks: "
+            f"tp · pp · cp · dp must be {launched}; or start one process, which starts the others itself"
+        )
+        store.set(RENDEZVOUS_KEY, json.dumps(refusal))
+        raise ConfigError(refusal)
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
     key = secrets.token_bytes(32)

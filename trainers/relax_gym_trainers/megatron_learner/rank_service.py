@@ -146,6 +146,7 @@ def serve_link(link: Link, place: Place, *, parent: int | None) -> None:
         message = arguments = None
         with contextlib.suppress(OSError):  # `_read` sees to it
             link.send(failure)
+    link.close()
 
 
 def _read(link: Link, messages: queue.SimpleQueue[Any], parent: int | None) -> None:

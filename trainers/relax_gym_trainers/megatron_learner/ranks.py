@@ -125,7 +125,7 @@ class Ranks:
         for other in self._others:
             other.dismiss()
         for other in self._others:
-            other.join(GRACE_SECONDS)
+            other.join()
         self._end()
 
     def _call(self, method: str, arguments: tuple[Any, ...], timeout: float) -> Any:
