@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from relax_gym_trainers.megatron_learner import compat, hf
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.megatron_learner.families.base import head_size, rotary
+from relax_gym_trainers.megatron_learner.modules.experts import use_grouped
 from relax_gym_trainers.megatron_learner.modules.norms import RMSNorm
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angles
@@ -20,7 +21,13 @@ from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angle
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
+from megatron.core.tensor_parallel import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import (  # isort: skip
@@ -124,8 +131,13 @@ def transformer_config(
     return TransformerConfig(**chosen | layout.megatron_options() | family.options(config) | options)
 
 
-def build(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, **options: Any) -> list[LanguageModel]:
-    """This rank's chunks (one, or `layout.vpp`), not filled; arguments and errors as of `transformer_config`."""
+def build(
+    config: PretrainedConfig, layout: Layout, dtype: torch.dtype, *, grouped: bool = True, **options: Any
+) -> list[LanguageModel]:
+    """This rank's chunks (one, or `layout.vpp`), not filled; other arguments and errors as of `transformer_config`.
+
+    `grouped` multiplies all experts of a rank at once, instead of one after the other.
+    """
     compat.prepare()
     megatron = transformer_config(config, layout, dtype, **options)
     frequencies, _ = rotary(config)
@@ -135,17 +147,33 @@ def build(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, **option
         place = {"ignore_virtual": False, "vp_stage": number} if layout.vpp > 1 else {}
         chunk = LanguageModel(
             megatron,
-            block_spec(megatron, number if layout.vpp > 1 else None),
+            block_spec(megatron, number if layout.vpp > 1 else None, grouped=grouped),
             vocab_size=padded_vocabulary(config, layout),
             max_sequence_length=config.max_position_embeddings,
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
             post_process=parallel_state.is_pipeline_last_stage(**place),
-            frequencies=frequencies,
+            frequencies=frequencies.to(device),
             **({"vp_stage": number} if layout.vpp > 1 else {}),
         )
+        mark_shards(chunk)
         chunks.append(chunk.to(device, dtype))
     return chunks
+
+
+def mark_shards(chunk: LanguageModel) -> None:
+    """Say which parameters tensor-parallel ranks share, as Megatron does where it initialises weights; the norm of the
+    gradient counts all others on one rank only."""
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            dim = 0
+        elif isinstance(module, RowParallelLinear):
+            dim = 1
+        else:
+            continue
+        for parameter in module.parameters(recurse=False):
+            shared = parameter.dim() > dim  # the bias of a RowParallelLinear is whole on every rank
+            set_tensor_model_parallel_attributes(parameter, shared, dim if shared else -1, 1)
 
 
 def from_folder(
@@ -157,8 +185,10 @@ def from_folder(
     return chunks
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The layers of a chunk: Megatron's local ones with this learner's norms and attention."""
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, *, grouped: bool = True
+) -> TransformerBlockSubmodules:
+    """The layers of a chunk: Megatron's local ones with this learner's norms, attention and experts."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -170,6 +200,8 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.num_moe_experts and grouped:
+        use_grouped(layer.mlp)
     spec = ModuleSpec(module=TransformerLayer, submodules=layer)
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
