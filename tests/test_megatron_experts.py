@@ -121,7 +121,9 @@ def trained(layout: Layout, grouped_experts: bool, distributed: bool, options: d
     wrapped = DistributedDataParallel(
         module.config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), module
     )
-    settings = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=distributed, clip_grad=0.5)
+    # A large epsilon, or the first step of Adam would make much of differences between gradients of almost 0.
+    steps = {"optimizer": "adam", "lr": 0.01, "adam_eps": 0.01, "clip_grad": 0.5}
+    settings = OptimizerConfig(**steps, use_distributed_optimizer=distributed)
     optimizer = get_megatron_optimizer(settings, [wrapped])
     wrapped.zero_grad_buffer()
     rank = torch.distributed.get_rank()
