@@ -31,7 +31,11 @@ def register_learners() -> dict[str, Component]:
         "torch": Component(
             factory="relax_gym_trainers.torch_learner.learner:TorchLearner",
             options="relax_gym_trainers.torch_learner.options:TorchLearnerOptions",
-        )
+        ),
+        "megatron": Component(
+            factory="relax_gym_trainers.megatron_learner.learner:MegatronLearner",
+            options="relax_gym_trainers.megatron_learner.options:MegatronLearnerOptions",
+        ),
     }
 
 

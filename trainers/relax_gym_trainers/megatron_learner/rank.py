@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.sampler import Weights
+from relax_gym.types import Batch, Metrics
 from relax_gym_trainers.megatron_learner import hf, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
 from relax_gym_trainers.megatron_learner.optimizer import apply_gradient, build_optimizer, forget, wrap
@@ -26,6 +28,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+BUCKET_BYTES = 1 << 28
 LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel")
 
 
@@ -71,7 +74,8 @@ class RankLearner(PolicyLearner):
             Objective(algorithm=algorithm, distiller=None, loss_weight=env.loss_weight, backend=self.backend)
             for algorithm, env in zip(load_algorithms(config), config.env, strict=True)
         ]
-        self._export, self._source = hf.Export(chunks, self._config), context.model_path
+        self._export, self._source = hf.Export(chunks, self._config, bucket_bytes=BUCKET_BYTES), context.model_path
+        self._gathering, self._writes = iter(self._export), place.rank == 0
         self._warming_up = False
         if any(objective.algorithm.needs_reference for objective in self.objectives):
             self.backend.reference.take()
@@ -89,13 +93,31 @@ class RankLearner(PolicyLearner):
             if self.version == 0 and self.backend.reference.values:
                 self.backend.reference.take()
 
+    def imitate_at(self, batch: Batch, lr: float) -> Metrics:
+        """`imitate`."""
+        return self.imitate(batch, lr=lr)
+
     def weights(self) -> Weights:
-        """All weights on every rank, gathered in buckets; a tensor is valid until the next is taken."""
+        """All weights on every rank, gathered in buckets."""
         return iter(self._export)
 
+    def begin_weights(self) -> None:
+        """The first of `next_weights` follow."""
+        self._gathering = iter(self._export)
+
+    def next_weights(self) -> list[tuple[str, Tensor]]:
+        """About `BUCKET_BYTES` of the weights that follow; nothing after the last."""
+        some, size = [], 0
+        for name, tensor in self._gathering:
+            some.append((name, tensor))
+            size += tensor.nbytes
+            if size >= BUCKET_BYTES:
+                break
+        return some if self._writes else []
+
     def export(self, folder: Path) -> None:
-        """See `Learner.export`."""
-        hf.write_folder(self._export, folder, self._source)
+        """See `Learner.export`. Rank 0 writes."""
+        hf.write_folder(self._export, self._source, folder if self._writes else None)
 
     def save_state(self, folder: Path) -> None:
         """See `Learner.save_state`."""
