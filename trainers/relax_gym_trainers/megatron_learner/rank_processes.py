@@ -34,7 +34,8 @@ from relax_gym_trainers.megatron_learner.rank_service import (
     serve_link,
 )
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 10.0
+STACK_SECONDS = 3.0
 SHOWN_LINES = 15
 RENDEZVOUS_KEY = "relax_gym/ranks"
 BOOT = (
@@ -126,7 +127,8 @@ class Other:
         elif self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in a driver
+                self._process.wait(GRACE_SECONDS)
 
     def release(self) -> None:
         self._worker.post(self._link.close)
@@ -139,6 +141,9 @@ class Other:
         self._log_start = self._log.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(SHOW_STACKS)
+        deadline = time.monotonic() + STACK_SECONDS
+        while self._log.stat().st_size == self._log_start and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
         time.sleep(POLL_SECONDS)
         return self._last_lines(100)
 

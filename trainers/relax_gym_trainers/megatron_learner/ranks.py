@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_gym.errors import RelaxGymError, TrainingError
+from relax_gym.errors import RelaxGymError, TrainingError, reason
 from relax_gym.workers import Worker
 from relax_gym_trainers.megatron_learner.rank_processes import (
     GRACE_SECONDS,
@@ -39,6 +39,7 @@ log = logging.getLogger("relax_gym")
 
 SETTLE_SECONDS = 1.0
 """After a rank has raised: a dead one, which may be why, is noticed within this time."""
+CLOSE_SECONDS = 60.0
 START = ""
 """The method whose call makes the object."""
 
@@ -117,7 +118,7 @@ class Ranks:
             return
         if hasattr(self._served, "close"):
             try:
-                self.call("close", timeout=GRACE_SECONDS)
+                self.call("close", timeout=CLOSE_SECONDS)
             except RelaxGymError:
                 log.warning("the ranks could not be closed in order", exc_info=True)
                 return
@@ -178,7 +179,7 @@ class Ranks:
             verb = "" if dead else "failed: "
             error = self._error(f"rank {rank} of {self.world} {verb}{failures[rank].reason}", method)
         for rank, failure in failures.items():
-            if failure.details and error is not value:
+            if failure.details and failure.reason != reason(error):
                 error.add_note(f"Rank {rank}:\n{failure.details}")
         raise error
 
