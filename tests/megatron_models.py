@@ -157,7 +157,8 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 def train_step(layout: Layout, folder: Path, wanted: list[list[Tensor]], options: dict[str, Any]) -> dict[str, Any]:
     """One forward and backward over all micro-batches → the worst difference of logits, and gradients by hub name."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    chunks = model.from_folder(folder, config, layout, torch.float32, calculate_per_token_loss=True, **options)
+    options = {"dtype": torch.float32, "calculate_per_token_loss": True} | options
+    chunks = model.from_folder(folder, config, layout, **options)
     megatron = chunks[0].config
     wrapped = [DistributedDataParallel(megatron, DistributedDataParallelConfig(), chunk) for chunk in chunks]
     megatron.finalize_model_grads_func = finalize_model_grads
@@ -170,7 +171,7 @@ def train_step(layout: Layout, folder: Path, wanted: list[list[Tensor]], options
 
         def loss(hidden: Tensor, **_: Any) -> Any:
             nonlocal worst
-            logits = logits_of(hidden, model.output_weight(chunks[-1]))
+            logits = logits_of(hidden, model.output_weight(chunks[-1])).float()
             padded = [F.pad(row, (0, 0, 0, -len(row) % layout.token_multiple)) for row in wanted[number]]
             want = torch.cat([zigzag(row) for row in padded])
             real = want.any(1)  # not what was padded

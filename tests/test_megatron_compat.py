@@ -111,6 +111,24 @@ def test_recomputing_draws_the_same_random_numbers() -> None:
     assert on_ranks(Layout(), recompute) == [True]
 
 
+def gather_unequal(layout: Layout) -> tuple[list[float], list[float]]:
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
+
+    group = get_tensor_model_parallel_group()
+    mine = torch.full((group.rank() + 1, 1), 1.0 + group.rank(), requires_grad=True)
+    whole = gather(mine, group=group, output_split_sizes=[1, 2])
+    (whole * torch.tensor([[1.0], [2.0], [3.0]])).sum().backward()
+    assert mine.grad is not None
+    return whole.flatten().tolist(), mine.grad.flatten().tolist()
+
+
+def test_ranks_gather_unequal_numbers_of_tokens() -> None:
+    one, two = on_ranks(Layout(tp=2), gather_unequal)
+    assert one == ([1.0, 2.0, 2.0], [2.0])
+    assert two == ([1.0, 2.0, 2.0], [4.0, 6.0])
+
+
 def test_this_process_is_left_alone() -> None:
     with compat.prepared():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"

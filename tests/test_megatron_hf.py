@@ -96,6 +96,21 @@ def test_every_layout_exports_what_it_loaded(
     check_round_trip(folders[name], tmp_path, layout)
 
 
+def export_moved(layout: Layout, folder: Path) -> dict[str, Tensor]:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    chunks = model.from_folder(folder, config, layout, torch.float32)
+    export = hf.Export(chunks, config)
+    for parameter in chunks[0].parameters():  # as data-parallel wrappers do, and then an optimizer
+        parameter.data = parameter.detach() + 1
+    return {name: tensor.clone() for name, tensor in export}
+
+
+def test_an_export_gives_the_weights_of_now(folders: dict[str, Path]) -> None:
+    want = saved(folders["qwen3_moe"])
+    got = on_ranks(Layout(), export_moved, folders["qwen3_moe"])[0]
+    assert all(torch.equal(got[name], want[name] + 1) for name in want)
+
+
 @pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe"])
 def test_transformers_loads_what_is_exported(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     on_ranks(Layout(), round_trip, folders[name], tmp_path, torch.bfloat16)

@@ -109,10 +109,23 @@ def test_every_layout_computes_what_transformers_does(reference: Any, name: str,
 
 
 @pytest.mark.slow
+def test_one_expert_after_the_other_gives_the_same(reference: Any) -> None:
+    compare(reference("qwen3_moe"), Layout(tp=2), grouped=False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, vpp=2), Layout(tp=2, ep=2, etp=1)], ids=str)
 def test_recomputing_the_layers_changes_nothing(reference: Any, layout: Layout) -> None:
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     compare(reference("qwen3_moe" if layout.ep > 1 else "qwen2"), layout, **options)
+
+
+def test_bfloat16_is_near(reference: Any) -> None:
+    folder, logits, _ = reference("qwen3_tied")  # no router, which bfloat16 makes choose other experts
+    largest = max(float(row.abs().max()) for rows in logits for row in rows)
+    ranks = on_ranks(Layout(tp=2), megatron_models.train_step, folder, logits, {"dtype": torch.bfloat16})
+    assert all(1e-5 * largest < rank["logits"] < 0.1 * largest for rank in ranks)
+    assert {gradient.dtype for gradient in ranks[0]["gradients"].values()} == {torch.bfloat16}
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -150,12 +163,19 @@ def test_scaled_rotary_positions_are_those_of_transformers(tmp_path: Path, param
             transformers.Qwen3Config(
                 rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
             ),
-            "on whole heads; use the torch learner",
+            "on whole heads and one axis; use the torch learner",
         ),
     ],
 )
 def test_a_model_that_would_compute_something_else_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
+        family_of(config)
+
+
+def test_k38_positions_on_several_axes_are_refused() -> None:
+    config = transformers.Qwen2Config()
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+    with pytest.raises(ModelError, match=r"mrope_section.*has only rope_type default.* on whole heads and one axis"):
         family_of(config)
 
 
@@ -173,6 +193,28 @@ def parts(layout: Layout, folder: Path) -> dict[str, Any]:
         "scale": chunk.config.softmax_scale,
         "padded": model.padded_vocabulary(config, layout),
     }
+
+
+def marks(layout: Layout, folder: Path) -> list[dict[str, tuple[bool, int]]]:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    found = []
+    for initialise in (True, False):
+        chunks = model.build(config, layout, torch.float32, perform_initialization=initialise)
+        found.append(
+            {
+                name: (getattr(parameter, "tensor_model_parallel", False), getattr(parameter, "partition_dim", -1))
+                for name, parameter in chunks[0].named_parameters()
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_parameters_know_how_they_are_shared_though_they_are_not_initialised(reference: Any, name: str) -> None:
+    folder, *_ = reference(name)
+    initialised, empty = on_ranks(Layout(tp=2), marks, folder)[0]
+    assert empty == initialised
+    assert {mark for mark, _ in empty.values()} == {True, False}
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)

@@ -21,6 +21,7 @@ from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.megatron_learner.families.base import EMBEDDING, OUTPUT, Rule, number_of_experts, sizes
+from relax_gym_trainers.megatron_learner.modules.experts import unstacked
 
 from megatron.core import parallel_state  # isort: skip
 
@@ -76,14 +77,14 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def places(chunk: Any, config: PretrainedConfig) -> Iterator[tuple[str, Tensor, Place]]:
-    """(name, parameter, place) of each parameter of a chunk of this rank, in the order of the model.
+    """(name, parameter, place) of each parameter of a chunk of this rank, in the order of the model; each expert apart.
 
     Raises:
         ModelError: the family has no rule for one.
     """
     patterns = [(_pattern(rule), rule) for rule in family_of(config).rules]
     model = unwrapped(chunk)
-    for name, parameter in model.named_parameters():
+    for name, parameter in unstacked(model.named_parameters()):
         for pattern, rule in patterns:
             if found := pattern.fullmatch(name):
                 layer, expert = (int(found.groupdict().get(key) or 0) for key in ("layer", "expert"))
@@ -166,13 +167,16 @@ class Export:
         """`bucket_bytes` is about how much is gathered at a time."""
         self.config = config
         self.rules = family_of(config).rules
-        self._parameters = [dict(unwrapped(chunk).named_parameters()) for chunk in chunks]
+        self._models = [unwrapped(chunk) for chunk in chunks]
+        self._parameters: list[dict[str, Tensor]] = []
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._experts = parallel_state.get_expert_model_parallel_group()
         self._buckets = list(self._plan(chunks, bucket_bytes))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) in the order of the layers; a tensor is valid until the next is taken, copy it to keep it."""
+        # Anew each time: what wraps the model may have moved the parameters that hold several experts.
+        self._parameters = [dict(unstacked(model.named_parameters())) for model in self._models]
         for bucket in self._buckets:
             yield from self._open(bucket)
 

@@ -172,6 +172,8 @@ def mark_shards(chunk: LanguageModel) -> None:
         else:
             continue
         for parameter in module.parameters(recurse=False):
+            if hasattr(parameter, "tensor_model_parallel"):  # the bias of a ColumnParallelLinear
+                continue
             shared = parameter.dim() > dim  # the bias of a RowParallelLinear is whole on every rank
             set_tensor_model_parallel_attributes(parameter, shared, dim if shared else -1, 1)
 

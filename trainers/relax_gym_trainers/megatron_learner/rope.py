@@ -38,7 +38,7 @@ class RotaryAttention(CoreAttention):
 def keep_angles(packed: Any, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
     """Set `packed.rotary`, cosines and sines [t, 1, head] of the positions [1, t], unless it is set."""
     if not hasattr(packed, "rotary"):
-        angles = positions[0, :, None].float() * frequencies.to(positions.device)
+        angles = positions[0, :, None].float() * frequencies
         angles = torch.cat((angles, angles), -1)[:, None]
         packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
 

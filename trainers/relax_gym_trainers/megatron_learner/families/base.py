@@ -141,14 +141,16 @@ def rotary(config: PretrainedConfig) -> tuple[Tensor, float]:
     """Inverse frequencies [head / 2] and what cosines and sines are multiplied by, as `transformers` computes them.
 
     Raises:
-        ModelError: frequencies that depend on how long a row is, or turn a part of each head only.
+        ModelError: frequencies that depend on how long a row is, turn a part of each head only, or take their positions
+            from several axes.
     """
     parameters = config.rope_parameters
     kind = parameters.get("rope_type")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", *FIXED_ROPE):
+    plain = parameters.get("partial_rotary_factor", 1.0) == 1.0 and "mrope_section" not in parameters
+    if not plain or kind not in ("default", *FIXED_ROPE):
         raise ModelError(
             f"config.json has rope_parameters = {parameters}, but the Megatron learner has only rope_type default, "
-            f"{', '.join(FIXED_ROPE)} on whole heads; use the torch learner"
+            f"{', '.join(FIXED_ROPE)} on whole heads and one axis; use the torch learner"
         )
     if kind != "default":
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
