@@ -87,10 +87,15 @@ def compare_all(policy: Policy, features: Tensor, target: Target) -> tuple[Tenso
         return compared
 
 
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1)
+
+
 class _HeadDivergence(torch.autograd.Function):
     """(hidden [N, H], W [V, H], b [V]) → divergence and the teacher's log-prob of the sampled token, [N] each.
 
     The logits of policy and teacher exist for `chunk` tokens at a time and are computed again in backward.
+    `log_softmax` makes log-probs of logits, [n, V] each, differentiable.
     """
 
     @staticmethod
@@ -103,8 +108,10 @@ class _HeadDivergence(torch.autograd.Function):
         dtype: torch.dtype,
         chunk: int,
         target: Target,
+        log_softmax: Callable[[Tensor], Tensor] = _log_softmax,
     ) -> tuple[Tensor, Tensor]:
-        ctx.head, ctx.dtype, ctx.chunk, ctx.target, ctx.raw = head, dtype, chunk, target, None
+        ctx.head, ctx.dtype, ctx.chunk, ctx.raw = head, dtype, chunk, None
+        ctx.target, ctx.log_softmax = target, log_softmax
         weight_, hidden_ = weight.to(dtype), hidden.to(dtype)
         exact = torch.promote_types(dtype, torch.float32)
         value, sampled = found = [hidden.new_empty(len(hidden), dtype=exact) for _ in range(2)]
@@ -112,7 +119,7 @@ class _HeadDivergence(torch.autograd.Function):
             raw = given = None  # lets go of one chunk's logits before the next one's are there
             raw, given = linear(hidden_[rows], weight_, bias), target.rows(rows)
             for part in blocks(raw):
-                logprobs = head.logits(raw[part])[0].log_softmax(-1)
+                logprobs = log_softmax(head.logits(raw[part])[0])
                 fill(cut(found, rows), part, target.compare(logprobs, *cut(given, part)))
         ctx.save_for_backward(hidden, weight, bias)
         ctx.mark_non_differentiable(sampled)
@@ -124,12 +131,14 @@ class _HeadDivergence(torch.autograd.Function):
             return [grads[0][rows], *ctx.target.rows(rows)]
 
         hidden, weight, bias = ctx.saved_tensors
-        into = backward_head(ctx, hidden, weight, bias, values, partial(_grad_logits, ctx.target))
-        return *into, None, None, None, None
+        into = backward_head(ctx, hidden, weight, bias, values, partial(_grad_logits, ctx.target, ctx.log_softmax))
+        return *into, None, None, None, None, None
 
 
-def _grad_logits(target: Target, logits: Tensor, grad: Tensor, *given: Tensor) -> Tensor:
+def _grad_logits(
+    target: Target, log_softmax: Callable[[Tensor], Tensor], logits: Tensor, grad: Tensor, *given: Tensor
+) -> Tensor:
     logits.requires_grad_()
     with torch.enable_grad():
-        value, _ = target.compare(logits.log_softmax(-1), *given)
+        value, _ = target.compare(log_softmax(logits), *given)
     return torch.autograd.grad(value, logits, grad.to(value))[0]
