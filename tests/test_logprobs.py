@@ -120,7 +120,7 @@ def test_nothing_of_a_micro_batch_outlives_its_gradient(policy, batch):
         return out
 
     policy.features = watched
-    part = Part(micro_batches=[flat] * 3, total_tokens=3 * TOKENS, total_samples=3, saved_tokens=0)
+    part = Part(micro_batches=[flat] * 3, total_tokens=3 * TOKENS, total_samples=3, padded_tokens=0, saved_tokens=0)
     settings = {"old": None, "reference": None, "tally": Tally(), "first": True, "step": 1}
     accumulate_policy_gradient(policy, OPD, part, **settings, distiller=taught_by_itself(policy))
     assert before == [0, 0, 0]

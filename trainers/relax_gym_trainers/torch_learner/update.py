@@ -126,6 +126,8 @@ class Tally:
 
     def maximum(self, name: str, value: Tensor) -> None:
         """Take the largest of `value` and what was seen before."""
+        if not value.numel():
+            return
         self.maxima[name] = max(self.maxima.get(name, -math.inf), value.max().item())
 
     def __add__(self, other: Tally) -> Tally:
@@ -156,7 +158,7 @@ def kl_by_sample(
     out: dict[TrainingSample, FloatArray] = {}
     for batch, new, ref in zip(part.micro_batches, logprobs, reference, strict=True):
         kl = kl_estimate(new.to(ref), ref, algorithm.kl_reward_estimator).double().cpu().numpy()
-        out |= zip(batch.members, np.split(kl, np.cumsum(batch.token_counts)[:-1]), strict=True)
+        out |= zip(batch.members, np.split(kl, np.cumsum(batch.token_counts))[:-1], strict=True)
     return out
 
 
