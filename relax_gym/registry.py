@@ -49,6 +49,9 @@ class Component:
 
     factory: str | Callable[..., Any]
     options: str | type[Options]
+    serve: str | Callable[[], None] | None = None
+    """Of a learner that spreads over processes: what those run that a launcher has started beside the trainer's. Returns
+    when the trainer has ended."""
 
     def load_options(self) -> type[Options]:
         """The class of the options, imported."""

@@ -32,15 +32,20 @@ def train(
 ) -> None:
     """Train a language model."""
     from relax_gym.config import load_config
+    from relax_gym.launch import launched_rank, serve_learner
 
     run = load_config(config, set_ or ())
     if dry_run:
+        if launched_rank():
+            return
         from relax_gym import dry_run as rehearsal
 
         report = rehearsal.dry_run(run, resume=resume)
         print(rehearsal.render(report))
         if report.failures:
             raise typer.Exit(1)
+        return
+    if serve_learner(run):
         return
     from relax_gym.display import Display
 

@@ -35,6 +35,7 @@ def register_learners() -> dict[str, Component]:
         "megatron": Component(
             factory="relax_gym_trainers.megatron_learner.learner:MegatronLearner",
             options="relax_gym_trainers.megatron_learner.options:MegatronLearnerOptions",
+            serve="relax_gym_trainers.megatron_learner.ranks:serve",
         ),
     }
 

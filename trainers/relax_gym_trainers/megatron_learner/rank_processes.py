@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_gym.errors import ConfigError, TrainingError
+from relax_gym.launch import launched_rank
 from relax_gym.workers import Worker
 from relax_gym_trainers.megatron_learner.rank_service import (
     POLL_SECONDS,
@@ -35,6 +36,8 @@ from relax_gym_trainers.megatron_learner.rank_service import (
 )
 
 GRACE_SECONDS = 10.0
+LINGER_SECONDS = 20.0
+"""A launcher ends all when one has ended: rank 0 has this long to close what it has and to say what went wrong."""
 STACK_SECONDS = 3.0
 SHOWN_LINES = 15
 RENDEZVOUS_KEY = "relax_gym/ranks"
@@ -45,11 +48,6 @@ BOOT = (
 
 Answers = queue.SimpleQueue[tuple[int, Failure | None, Any]]
 """Ranks, what failed there, and what rank 0's method returned or raised."""
-
-
-def launched_rank() -> int | None:
-    """This process's rank when torchrun or the like has started several, else None. Those that are not 0 `serve`."""
-    return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 def serve() -> None:
@@ -68,7 +66,7 @@ def serve() -> None:
     link = Client((host, port), authkey=bytes.fromhex(key))
     link.send(launched_rank())
     place = Place(rank=launched_rank() or 0, world=int(os.environ["WORLD_SIZE"]), init_method="env://")
-    serve_link(link, place, parent=None)
+    serve_link(link, place, parent=None, linger=LINGER_SECONDS)
 
 
 class Other:

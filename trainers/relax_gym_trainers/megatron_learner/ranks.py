@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from relax_gym.errors import RelaxGymError, TrainingError, reason
+from relax_gym.launch import launched_rank
 from relax_gym.workers import Worker
 from relax_gym_trainers.megatron_learner.rank_processes import (
     GRACE_SECONDS,
     Answers,
     Other,
     join,
-    launched_rank,
     meeting_point,
     serve,
     spawn,

@@ -1,0 +1,137 @@
+"""The ranks of the Megatron learner, started by torchrun: who trains, who serves, and how all end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import run
+from test_megatron_ranks import gone
+
+ROOT = Path(__file__).parent.parent
+PARTS = ["", "envs", "trainers", "rewards", "plugins"]
+
+CONFIG = """
+run_dir = "{folder}/run"
+[model]
+name = "tiny-qwen3"
+[[env]]
+id = "relax_gym/GuessNumber-v0"
+kwargs = {{ low = 1, high = 15, max_guesses = 4, style = "terse" }}
+[rollout]
+max_turns = 2
+max_new_tokens = 4
+[algorithm]
+name = "grpo"
+[learner]
+name = "{learner}"
+dtype = "float32"
+{options}
+[sampler]
+name = "local"
+dtype = "float32"
+[train]
+steps = {steps}
+groups_per_step = 2
+group_size = 4
+[eval]
+episodes = 0
+"""
+
+
+def config(folder: Path, *, learner: str = "megatron", options: str = "tp = 2", steps: int = 2) -> Path:
+    path = folder / "config.toml"
+    path.write_text(CONFIG.format(folder=folder, learner=learner, options=options, steps=steps))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """A process that is started sees the same code as this one."""
+    here = os.pathsep.join(str(ROOT / part) for part in PARTS)
+    return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def torchrun(path: Path, processes: int = 2) -> Iterator[subprocess.Popen[str]]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*launcher, "-m", "relax_gym", "train", str(path)]
+    with subprocess.Popen(
+        command, env=environment(), cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that torchrun has started, by rank."""
+    found: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = dict(line.partition("=")[::2] for line in (path / "environ").read_text().split("\0"))
+        except OSError:
+            continue
+        if parent == pid and "RANK" in variables:
+            found[int(variables["RANK"])] = int(path.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run/metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_torchrun_trains_on_the_first_rank_and_the_others_serve(tmp_path: Path) -> None:
+    with torchrun(config(tmp_path)) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert [line["step"] for line in metrics(tmp_path) if line["step"]] == [1, 2]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "run"}  # one run, of one trainer
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    with torchrun(config(tmp_path, steps=1000)) as process:
+        deadline = time.monotonic() + 60
+        while not metrics(tmp_path) and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.1)
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGKILL)
+        assert gone(ranks[1], 10)
+
+
+def test_a_learner_of_one_process_is_not_launched_several_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        code, _, error = run(capsys, "train", config(tmp_path, learner="torch", options=""))
+        assert code == 1
+        assert error == (
+            'error: 2 processes were started (WORLD_SIZE), but learner.name = "torch" runs in one; start it without '
+            'torchrun, or use learner.name = "megatron"\n'
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_the_first_of_several_rehearses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert run(capsys, "train", config(tmp_path), "--dry-run") == (0, "", "")
