@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_gym.algorithm import FloatArray
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.megatron_learner import batches, compat  # noqa: F401  (compat before megatron)
-from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, split_for_context
+from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan, split_for_context
+from relax_gym_trainers.megatron_learner.divergence import shared_head, vocab_parallel_divergence
 from relax_gym_trainers.megatron_learner.logprobs import vocab_parallel_logprobs
 from relax_gym_trainers.megatron_learner.model import output_weight
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.distillation import Distiller
+from relax_gym_trainers.torch_learner.divergence import Target
+from relax_gym_trainers.torch_learner.logprobs import Head as Rows
 from relax_gym_trainers.torch_learner.objectives import Piece
 from relax_gym_trainers.torch_learner.update import Part, Tally, differentiate, imitation_loss
 
@@ -28,12 +30,19 @@ from megatron.core import parallel_state  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 
+if TYPE_CHECKING:
+    from relax_gym_trainers.megatron_learner.distillation import RankDistiller
+
 T = TypeVar("T")
-Scores = tuple[Tensor, Tensor]
-"""Log-probs and entropies of some tokens, [n] each."""
+Scores = tuple[Tensor, ...]
+"""Log-probs and entropies of some tokens, and with a teacher the divergence from it and its log-probs; [n] each."""
 Loss = Callable[[int, PackedBatch, Scores], tuple[float, list[Tensor]]]
-"""(number and micro-batch, log-probs and entropies of all its trained tokens [N]) → its loss and that loss's gradients
-against them."""
+"""(number and micro-batch, the scores of all its trained tokens [N]) → its loss and that loss's gradients against the
+first of them."""
+End = Callable[[Tensor, int, ContextShare], tuple[float, Tensor]]
+"""(hidden states of a numbered micro-batch's share) → its loss, and a number with the same gradient."""
+Look = Callable[[Tensor, PackedBatch, ContextShare], T]
+"""What is read off the hidden states of a micro-batch's share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,13 @@ class Head:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankPart(Part[PackedBatch]):
+    """The share of one data-parallel rank, and the plan of all."""
+
+    plan: Plan
+
+
 class MegatronBackend:
     """See `Backend`. Gradients go to the buffers of Megatron's data-parallel wrapper.
 
@@ -57,7 +73,9 @@ class MegatronBackend:
     def __init__(self, chunks: Sequence[Any], layout: Layout, options: MegatronLearnerOptions, head: Head) -> None:
         """`chunks` are this rank's parts of the model, wrapped for data parallelism."""
         self.chunks, self.layout, self.options, self.head = list(chunks), layout, options, head
-        self.reference = Reference([parameter for chunk in self.chunks for parameter in chunk.parameters()])
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        self.device = parameters[0].device
+        self.reference = Reference(parameters, offload=options.offload_reference)
         self.control: Any = dist.new_group(backend="gloo")
 
     # What objectives ask for ------------------------------------------------------------------------------------------
@@ -69,7 +87,7 @@ class MegatronBackend:
 
     def plan(
         self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None = None
-    ) -> Part[PackedBatch]:
+    ) -> RankPart:
         """See `Backend.plan`."""
         plan = batches.plan(
             samples,
@@ -80,7 +98,8 @@ class MegatronBackend:
             multiple=self.layout.pp if self.layout.vpp > 1 else 1,
             apart=None if distiller is None else distiller.owner,
         )
-        return Part(
+        return RankPart(
+            plan=plan,
             micro_batches=plan.micro_batches(parallel_state.get_data_parallel_rank()),
             total_tokens=plan.total_tokens,
             total_samples=plan.total_samples,
@@ -90,28 +109,48 @@ class MegatronBackend:
 
     def score_all(self, part: Part[PackedBatch]) -> list[Tensor]:
         """See `Backend.score_all`. Ranks of other stages than the last get zeros."""
-        found = [torch.zeros(len(batch.targets)) for batch in part.micro_batches]
 
-        def keep(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
-            found[number] = scores[0]
-            return 0.0, []
+        def look(hidden: Tensor, batch: PackedBatch, share: ContextShare) -> Tensor:
+            return self.over_context(self._score(hidden, batch, share)[0], batch, share)
 
-        self._run(part, keep, forward_only=True)
+        found = self.read(part.micro_batches, look)
+        return [
+            torch.zeros(len(batch.targets)) if scores is None else scores
+            for batch, scores in zip(part.micro_batches, found, strict=True)
+        ]
+
+    def read(self, batches: Sequence[PackedBatch], look: Look[T]) -> list[T | None]:
+        """What `look` makes of each of this rank's micro-batches, without gradient; None but on the last stage."""
+        found: list[T | None] = [None] * len(batches)
+
+        def end(hidden: Tensor, number: int, share: ContextShare) -> tuple[float, Tensor]:
+            found[number] = look(hidden, batches[number], share)
+            return 0.0, hidden.new_zeros(())
+
+        with torch.no_grad():
+            self._run(batches, end, forward_only=True)
         return found
 
     def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:
         """See `Backend.accumulate`."""
-        algorithm, part = piece.objective.algorithm, piece.part
+        algorithm, part, distiller = piece.objective.algorithm, piece.part, piece.objective.distiller
+        targets: list[Target | None] | None = None
+        if distiller is not None and distiller.as_loss:
+            targets = cast("RankDistiller", distiller).targets(cast("RankPart", part))
 
         def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
-            logprobs, entropy = scores
+            logprobs, entropy, *taught = scores
             tally.mean(entropy=entropy)
+            terms = [(entropy, -algorithm.entropy_coef)]
+            if distiller is not None and taught:
+                tally.mean(opd_kl=taught[0], teacher_logprob=taught[1])
+                terms.append((taught[0], distiller.weight))
             value, pairs = differentiate(
                 algorithm,
                 part,
                 batch,
                 logprobs,
-                [(entropy, -algorithm.entropy_coef)],
+                terms,
                 old=None if piece.old is None else piece.old[number],
                 reference=None if piece.reference is None else piece.reference[number],
                 tally=tally,
@@ -120,7 +159,7 @@ class MegatronBackend:
             )
             return value, [grad for _, grad in pairs]
 
-        return self._run(part, loss)
+        return self._run(part.micro_batches, self._end(part, loss, targets))
 
     def imitate(self, part: Part[PackedBatch], *, step: int) -> float:
         """See `Backend.imitate`."""
@@ -129,11 +168,9 @@ class MegatronBackend:
             value = imitation_loss(scores[0], part, step=step)
             return value, [torch.full_like(scores[0], -1 / part.total_tokens), torch.zeros_like(scores[1])]
 
-        return self._run(part, loss)
+        return self._run(part.micro_batches, self._end(part, loss))
 
-    def exchange(
-        self, values: dict[TrainingSample, FloatArray], samples: Sequence[TrainingSample]
-    ) -> dict[TrainingSample, FloatArray]:
+    def exchange(self, values: dict[TrainingSample, T], samples: Sequence[TrainingSample]) -> dict[TrainingSample, T]:
         """See `Backend.exchange`."""
         mine = {index: values[sample] for index, sample in enumerate(samples) if sample in values}
         return {samples[index]: value for found in self._reports(mine) for index, value in found.items()}
@@ -148,11 +185,11 @@ class MegatronBackend:
 
     # One pass over the micro-batches ----------------------------------------------------------------------------------
 
-    def _run(self, part: Part[PackedBatch], loss: Loss, *, forward_only: bool = False) -> float:
+    def _run(self, batches: Sequence[PackedBatch], end: End, *, forward_only: bool = False) -> float:
         """All micro-batches through the pipeline; the sum of their losses over all ranks."""
         total = 0.0
-        mine = list(part.micro_batches)
-        shares = [split_for_context(batch, self.layout.cp, self._cp_rank) for batch in mine]
+        mine = list(batches)
+        shares = [self.share_of(batch) for batch in mine]
         first = self._is_first_sample_rank
 
         def forward(iterator: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -161,7 +198,7 @@ class MegatronBackend:
 
             def reduce(out: Tensor, non_loss_data: bool = False) -> Any:
                 nonlocal total
-                value, surrogate = self._loss(out, number, mine[number], shares[number], loss)
+                value, surrogate = end(out, number, shares[number])
                 total += value
                 # In all one "token", which is what Megatron divides the sum of gradients by.
                 count = torch.tensor(int(first and number == 0), dtype=torch.int, device=out.device)
@@ -196,41 +233,70 @@ class MegatronBackend:
         out: Tensor = chunk(ids, positions, packed_seq_params=packed)
         return out
 
-    def _loss(
-        self, hidden: Tensor, number: int, batch: PackedBatch, share: ContextShare, loss: Loss
-    ) -> tuple[float, Tensor]:
-        """The loss of one micro-batch, and a number with the same gradient."""
-        mine = self._score(hidden, batch, share)
-        trained = torch.from_numpy(share.trained).to(hidden.device)
-        whole = [self._over_context(values, trained, len(batch.targets)) for values in mine]
-        value, grads = loss(number, batch, (whole[0], whole[1]))
-        surrogate = hidden.sum() * 0  # so that an empty micro-batch has a graph, too
-        for values, grad in zip(mine, grads, strict=True) if grads else ():
-            surrogate = surrogate + (values * grad[trained].to(values)).sum()
-        return value, surrogate
+    def _end(self, part: Part[PackedBatch], loss: Loss, targets: Sequence[Target | None] | None = None) -> End:
+        """`targets` are what teachers say about each micro-batch."""
 
-    def _score(self, hidden: Tensor, batch: PackedBatch, share: ContextShare) -> Scores:
+        def end(hidden: Tensor, number: int, share: ContextShare) -> tuple[float, Tensor]:
+            batch = part.micro_batches[number]
+            mine = self._score(hidden, batch, share, None if targets is None else targets[number])
+            value, grads = loss(number, batch, tuple(self.over_context(scores, batch, share) for scores in mine))
+            surrogate = hidden.sum() * 0  # so that an empty micro-batch has a graph, too
+            trained = torch.from_numpy(share.trained).to(hidden.device)
+            pairs = list(zip(mine, grads, strict=False))
+            for scores, grad in [pair for pair in pairs if pair[1].any()] or pairs[:1]:
+                surrogate = surrogate + (scores * grad[trained].to(scores)).sum()
+            return value, surrogate
+
+        return end
+
+    def _score(self, hidden: Tensor, batch: PackedBatch, share: ContextShare, target: Target | None = None) -> Scores:
         """Of the trained tokens that this context-parallel rank's hidden states predict."""
         head = self.head
-        predictors, trained = (torch.from_numpy(a).to(hidden.device) for a in (share.predictors, share.trained))
-        return vocab_parallel_logprobs(
-            hidden.index_select(0, predictors),
+        features, targets = self.predicted(hidden, batch, share)
+        group = parallel_state.get_tensor_model_parallel_group()
+        scores = vocab_parallel_logprobs(
+            features,
             output_weight(self.chunks[-1]),
-            torch.from_numpy(batch.targets).to(hidden.device)[trained],
-            group=parallel_state.get_tensor_model_parallel_group(),
+            targets,
+            group=group,
             temperature=head.temperature,
             vocabulary=head.vocabulary,
             never=head.never,
             chunk=head.chunk,
             dtype=head.dtype,
+            keep=target is None,  # else two chunks' logits follow
+        )
+        if target is None:
+            return scores
+        options = {"group": group, "chunk": head.chunk, "dtype": head.dtype}
+        return *scores, *vocab_parallel_divergence(features, self.rows_of_head(), target, **options)
+
+    def share_of(self, batch: PackedBatch) -> ContextShare:
+        """What this context-parallel rank computes of a micro-batch."""
+        return split_for_context(batch, self.layout.cp, self._cp_rank)
+
+    def predicted(self, hidden: Tensor, batch: PackedBatch, share: ContextShare) -> tuple[Tensor, Tensor]:
+        """This share's hidden states that predict trained tokens, [n, H], and these tokens, [n]."""
+        predictors, trained = (torch.from_numpy(a).to(hidden.device) for a in (share.predictors, share.trained))
+        return hidden.index_select(0, predictors), torch.from_numpy(batch.targets).to(hidden.device)[trained]
+
+    def rows_of_head(self) -> Rows:
+        """This tensor-parallel rank's rows of the last stage's head."""
+        head = self.head
+        return shared_head(
+            output_weight(self.chunks[-1]),
+            group=parallel_state.get_tensor_model_parallel_group(),
+            temperature=head.temperature,
+            vocabulary=head.vocabulary,
+            never=head.never,
         )
 
-    def _over_context(self, values: Tensor, trained: Tensor, count: int) -> Tensor:
-        """Those of all N trained tokens, [N], without gradient, from the parts of the context-parallel ranks."""
+    def over_context(self, values: Tensor, batch: PackedBatch, share: ContextShare) -> Tensor:
+        """Those of all N trained tokens, [N, ..], without gradient, from the parts of the context-parallel ranks."""
         if self.layout.cp == 1:
             return values.detach()
-        whole = values.new_zeros(count)
-        whole[trained] = values.detach()
+        whole = values.new_zeros(len(batch.targets), *values.shape[1:])
+        whole[torch.from_numpy(share.trained).to(values.device)] = values.detach()
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         return whole
 

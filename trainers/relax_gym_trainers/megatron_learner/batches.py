@@ -214,6 +214,11 @@ def _expert_shape(samples: Sequence[TrainingSample]) -> tuple[int, ...] | None:
     return shapes.pop() if shapes else None
 
 
+def empty(align: int) -> PackedBatch:
+    """A micro-batch without samples."""
+    return _collate([], align, None)
+
+
 def _collate(members: Sequence[TrainingSample], align: int, expert_shape: tuple[int, ...] | None) -> PackedBatch:
     rows = [_row(member) for member in members]
     masks = [member.loss_mask.astype(bool) for member in members]

@@ -15,7 +15,7 @@ from relax_gym_trainers.functional.distillation import EMPTY
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
 from relax_gym_trainers.megatron_learner.logprobs import excluded_rows
 from relax_gym_trainers.torch_learner.divergence import Form, Target, _HeadDivergence
-from relax_gym_trainers.torch_learner.logprobs import Head, linear
+from relax_gym_trainers.torch_learner.logprobs import Head, blocks, cut, fill, linear, slices
 
 from megatron.core.tensor_parallel import (  # isort: skip
     copy_to_tensor_model_parallel_region,
@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel import (  # isort: skip
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedVocabulary:
-    """A teacher's whole distribution: its hidden states [N, H] of the tokens `targets` [N], and this rank's rows of its
-    head (`shared_head`). `form` sums over the vocabulary, so that ranks' sums add up.
+    """A teacher's whole distribution: its hidden states [N, H], on any device, of the tokens `targets` [N], and this
+    rank's rows of its head (`shared_head`). `form` sums over the vocabulary, so that ranks' sums add up.
     """
 
     features: Tensor
@@ -38,7 +38,8 @@ class SharedVocabulary:
 
     def rows(self, rows: slice) -> list[Tensor]:
         """The teacher's raw logits of this rank's ids, and the tokens."""
-        return [linear(self.features[rows].to(self.dtype), self.head.weight.to(self.dtype), None), self.targets[rows]]
+        weight = self.head.weight.to(self.dtype)
+        return [linear(self.features[rows].to(weight), weight, None), self.targets[rows]]
 
     def compare(self, logprobs: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
         """Over the whole vocabulary."""
@@ -101,6 +102,44 @@ def shared_head(
     """This rank's rows of a head, [V / tp, H], without padding from `vocabulary` on and without the ids `never`."""
     excluded = excluded_rows(len(weight), group, vocabulary, never, weight.device)
     return Head(weight=weight, bias=None, scale=1.0, softcap=None, temperature=temperature, never=excluded)
+
+
+@torch.no_grad()
+def shared_top(
+    hidden: Tensor, targets: Tensor, head: Head, count: int, *, group: Any, chunk: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the tokens `targets`, [N], and ids and log-probs of the likeliest tokens, [N, `count`] each.
+
+    For the other arguments see `vocab_parallel_divergence`; every rank of the group gets the same.
+    """
+    values = hidden.new_empty(len(hidden), 1 + count, dtype=torch.promote_types(dtype, torch.float32))
+    found = [values[:, 0], targets.new_empty(len(hidden), count), values[:, 1:]]
+    weight = head.weight.to(dtype)
+    for rows in slices(len(hidden), chunk):
+        raw = None  # lets go of one chunk's logits before the next one's are there
+        raw = linear(hidden[rows].to(dtype), weight, None)
+        for part in blocks(raw):
+            logprobs = shared_log_softmax(head.logits(raw[part])[0], group=group)
+            sampled = _gathered(logprobs, targets[rows][part][:, None], group)[:, 0]
+            fill(cut(found, rows), part, (sampled, *_likeliest(logprobs, count, group)))
+    return found[0], found[1], found[2]
+
+
+def _likeliest(logprobs: Tensor, count: int, group: Any) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the highest of all ranks' [n, V / tp] → [n, `count`] each."""
+    top, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    ids = ids + group.rank() * logprobs.shape[1]
+    if group.size() > 1:
+        top, ids = (_side_by_side(values, group) for values in (top, ids))
+    top, places = top.topk(count)
+    return ids.gather(-1, places), top
+
+
+def _side_by_side(values: Tensor, group: Any) -> Tensor:
+    """All ranks' [n, K] → [n, tp · K]."""
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, -1)
 
 
 def shared_log_softmax(logits: Tensor, *, group: Any) -> Tensor:

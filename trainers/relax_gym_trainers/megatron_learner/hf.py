@@ -114,11 +114,12 @@ def tensor_group(rule: Rule) -> Any:
 
 
 @torch.no_grad()
-def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig) -> None:
+def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surplus: int = 0) -> None:
     """Fill this rank's parameters; each rank reads only its parts.
 
     Args:
         config: The text config of the folder.
+        surplus: Rows of the vocabulary that the folder has beyond `config.vocab_size`; they are left out.
 
     Raises:
         ModelError: a tensor is missing, has another size than the config says, or is none that the family knows.
@@ -136,6 +137,7 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig) -> None:
         whole = [checkpoint[hub] for hub in names]
         group = tensor_group(place.rule)
         want = place.rule.form.numel(parameter.shape, group.size(), sizes(config))
+        want += surplus * parameter.shape[1] if place.rule in (EMBEDDING, OUTPUT) else 0
         shapes = [tuple(tensor.get_shape()) for tensor in whole]
         if sum(torch.Size(shape).numel() for shape in shapes) != want:
             raise ModelError(

@@ -26,5 +26,8 @@ class MegatronLearnerOptions(LearnerOptions):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: less memory, more time"
     )
+    offload_reference: bool = Field(
+        False, description="keep weights of reference and teachers in host memory, on the devices only for their passes"
+    )
     timeout: float = Field(1800.0, gt=0, description="seconds that one call of all ranks may take")
     start_timeout: float = Field(600.0, gt=0, description="seconds until all ranks have loaded the model")

@@ -15,13 +15,14 @@ from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
 from relax_gym_trainers.megatron_learner import hf, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
+from relax_gym_trainers.megatron_learner.distillation import load_distiller
 from relax_gym_trainers.megatron_learner.optimizer import apply_gradient, build_optimizer, forget, wrap
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
 from relax_gym_trainers.megatron_learner.ranks import Place
 from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner.model import choose_device, choose_dtype
-from relax_gym_trainers.torch_learner.objectives import Objective
+from relax_gym_trainers.torch_learner.objectives import build_objectives
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -70,10 +71,9 @@ class RankLearner(PolicyLearner):
             dtype=self._dtype,
         )
         self.backend = MegatronBackend(wrapped, self.layout, options, head)
-        self.objectives = [
-            Objective(algorithm=algorithm, distiller=None, loss_weight=env.loss_weight, backend=self.backend)
-            for algorithm, env in zip(load_algorithms(config), config.env, strict=True)
-        ]
+        self.objectives = build_objectives(
+            load_algorithms(config), config, self.backend, lambda taught: load_distiller(taught, context, self.backend)
+        )
         self._export, self._source = hf.Export(chunks, self._config, bucket_bytes=BUCKET_BYTES), context.model_path
         self._gathering, self._writes = iter(self._export), place.rank == 0
         self._warming_up = False
@@ -128,5 +128,8 @@ class RankLearner(PolicyLearner):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the other ranks, and end the teachers' engines."""
+        for objective in self.objectives:
+            if objective.distiller is not None:
+                objective.distiller.close()
         destroy()

@@ -29,6 +29,9 @@ from relax_gym_trainers.torch_learner.teacher import FrozenTeacher, TeacherSetti
 class Distiller:
     """The teachers of one algorithm: one for each env, or one for all."""
 
+    whole: tuple[type[Teacher], ...] = (FrozenTeacher,)
+    """Teachers whose logits over the whole vocabulary are here."""
+
     def __init__(self, distillation: Distillation, teachers: Mapping[str, Teacher], *, temperature: float) -> None:
         """`teachers` are by model name; `temperature` is the policy's.
 
@@ -41,7 +44,7 @@ class Distiller:
         self._teachers = teachers
         self._temperature = temperature
         self._form = partial(divergence, form=distillation.form, alpha=distillation.jsd_alpha)
-        here = all(isinstance(teacher, FrozenTeacher) for teacher in teachers.values())
+        here = all(isinstance(teacher, self.whole) for teacher in teachers.values())
         if self.as_loss and not distillation.top_k and not here:
             raise ConfigError(
                 "algorithm.top_k = 0 compares whole vocabularies, for which a teacher must be a model in the learner's "
@@ -116,11 +119,7 @@ def load_distiller(
     if distillation is None:
         return None
     rows = vocabulary_rows(student.model.config)
-    if distillation.top_k > rows:
-        raise ConfigError(
-            f"algorithm.top_k = {distillation.top_k} is more than the {rows} tokens of the vocabulary; give fewer, or "
-            "0 to compare all"
-        )
+    check_top(distillation, rows)
     trust = context.config.model.trust_remote_code
     settings = TeacherSettings(
         temperature=student.temperature,
@@ -143,6 +142,15 @@ def load_distiller(
 
     teachers = {name: load(name) for name in distillation.names}
     return Distiller(distillation, teachers, temperature=student.temperature)
+
+
+def check_top(distillation: Distillation, rows: int) -> None:
+    """Raises ConfigError where more tokens are to be compared than the vocabulary has."""
+    if distillation.top_k > rows:
+        raise ConfigError(
+            f"algorithm.top_k = {distillation.top_k} is more than the {rows} tokens of the vocabulary; give fewer, or "
+            "0 to compare all"
+        )
 
 
 def distill_advantages(

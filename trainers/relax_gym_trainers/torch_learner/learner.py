@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from relax_gym.algorithm import Algorithm
 from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
@@ -18,7 +16,7 @@ from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner import model as models
 from relax_gym_trainers.torch_learner.backend import TorchBackend
 from relax_gym_trainers.torch_learner.distillation import load_distiller
-from relax_gym_trainers.torch_learner.objectives import Objective
+from relax_gym_trainers.torch_learner.objectives import build_objectives
 from relax_gym_trainers.torch_learner.optimizer import apply_gradient, build_optimizer
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.policy import Policy
@@ -62,7 +60,12 @@ class TorchLearner(PolicyLearner):
         )
         self.backend = TorchBackend(self.policy, options)
         self.parameters = self.backend.parameters
-        self.objectives = self._build_objectives(algorithms, context)
+        self.objectives = build_objectives(
+            algorithms,
+            config,
+            self.backend,
+            lambda distillation: load_distiller(distillation, context, options, self.policy),
+        )
         self.optimizer = build_optimizer(self.parameters, options)
         self.version = 0
         self._imitation: torch.optim.AdamW | None = None
@@ -148,23 +151,6 @@ class TorchLearner(PolicyLearner):
                 objective.distiller.close()
         self._imitation, self.backend.reference.values = None, []
         self.policy.model.to("meta")  # type: ignore[arg-type]
-
-    def _build_objectives(self, algorithms: Sequence[Algorithm], context: RunContext) -> list[Objective]:
-        """One for each `[[env]]`; envs with the same algorithm and weight share theirs."""
-        distillers = {
-            id(algorithm): load_distiller(algorithm.distillation, context, self.options, self.policy)
-            for algorithm in {id(algorithm): algorithm for algorithm in algorithms}.values()
-        }
-        built: dict[tuple[int, float], Objective] = {}
-        for algorithm, env in zip(algorithms, context.config.env, strict=True):
-            key = id(algorithm), env.loss_weight
-            built[key] = built.get(key) or Objective(
-                algorithm=algorithm,
-                distiller=distillers[id(algorithm)],
-                loss_weight=env.loss_weight,
-                backend=self.backend,
-            )
-        return [built[id(a), env.loss_weight] for a, env in zip(algorithms, context.config.env, strict=True)]
 
     def _base_checksum(self) -> float:
         frozen = [p for p in self.policy.model.parameters() if not p.requires_grad]

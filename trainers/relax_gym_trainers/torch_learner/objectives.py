@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from relax_gym.algorithm import Algorithm, FloatArray
+from relax_gym.config import RunConfig
 from relax_gym.credit import subtract_kl
+from relax_gym.teacher import Distillation
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner.distillation import Distiller, distill_advantages
 from relax_gym_trainers.torch_learner.update import Part, Tally, kl_by_sample
@@ -129,3 +131,21 @@ class Objective:
             return None
         with self.backend.as_reference():
             return self.backend.score_all(part)
+
+
+def build_objectives(
+    algorithms: Sequence[Algorithm],
+    config: RunConfig,
+    backend: Backend,
+    load: Callable[[Distillation | None], Distiller | None],
+) -> list[Objective]:
+    """One for each `[[env]]`; envs with the same algorithm and weight share theirs, and those with the same algorithm
+    its teachers, which `load` makes."""
+    distillers = {id(a): load(a.distillation) for a in {id(a): a for a in algorithms}.values()}
+    built: dict[tuple[int, float], Objective] = {}
+    keys = [(id(algorithm), env.loss_weight) for algorithm, env in zip(algorithms, config.env, strict=True)]
+    for key, algorithm in zip(keys, algorithms, strict=True):
+        built[key] = built.get(key) or Objective(
+            algorithm=algorithm, distiller=distillers[id(algorithm)], loss_weight=key[1], backend=backend
+        )
+    return [built[key] for key in keys]

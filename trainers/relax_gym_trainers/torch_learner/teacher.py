@@ -25,7 +25,7 @@ from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
 from relax_gym_trainers.torch_learner.policy import Policy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +103,10 @@ def load_teacher(
         ModelError: it cannot be loaded, or speaks another vocabulary than the student.
     """
     trust = settings.trust_remote_code
-    _check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust))
+    check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust))
     model = models.load_model(folder, trust_remote_code=trust).requires_grad_(False)
-    _match_rows(folder, model, rows=rows, used=len(tokenizer))
+    if surplus_rows(folder, model.config, rows=rows, used=len(tokenizer)):
+        model.resize_token_embeddings(rows)
     policy = Policy(
         model,
         temperature=settings.temperature,
@@ -120,7 +121,8 @@ def load_teacher(
     return FrozenTeacher(policy, budget=settings.budget)
 
 
-def _check_tokenizer(folder: Path, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+def check_tokenizer(folder: Path, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    """Raises ModelError unless both give every token the same id."""
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     if ours == theirs:
         return
@@ -139,17 +141,19 @@ def vocabulary_rows(config: PreTrainedConfig) -> int:
     return rows
 
 
-def _match_rows(folder: Path, model: PreTrainedModel, *, rows: int, used: int) -> None:
-    """Cut rows that pad the teacher's vocabulary beyond the student's; they stand for no token."""
-    own = vocabulary_rows(model.config)
-    if own == rows:
-        return
-    if not own > rows >= used:
+def surplus_rows(folder: Path, config: PreTrainedConfig, *, rows: int, used: int) -> int:
+    """How many ids a teacher has logits for beyond the student's `rows`; they stand for no token.
+
+    Raises:
+        ModelError: it has fewer, or some of them are tokens: the tokenizer has `used`.
+    """
+    own = vocabulary_rows(config)
+    if own != rows and not own > rows >= used:
         raise ModelError(
             f"teacher {folder} has logits for {own} ids, the model for {rows}; a teacher needs as "
             f"many, or more if those beyond {rows} are no tokens (the tokenizer has {used})"
         )
-    model.resize_token_embeddings(rows)
+    return own - rows
 
 
 def _scores(logprobs: NDArray[Any], ids: NDArray[Any], top: NDArray[Any]) -> TeacherScores:
