@@ -1,0 +1,402 @@
+"""The state of all ranks on the disk: written in the background, read back into any layout.
+
+What of a tensor a rank has is said by megatron-core (`sharded_state_dict`), the same in each of its versions. Weights
+are kept once, in the optimizer's float32. Each tensor is written by one of the ranks that have it, as evenly as can be;
+what data-parallel ranks share of the optimizer's state is put together by the writer of that parameter only.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from relax_gym.errors import RelaxGymError, RunFolderError, TrainingError, reason
+from relax_gym_trainers.megatron_learner import compat, hf  # noqa: F401  (compat before megatron)
+from relax_gym_trainers.megatron_learner.checkpoint_files import Region, Stored, Writing, table, write_index
+from relax_gym_trainers.megatron_learner.families.base import expert_size, number_of_experts
+from relax_gym_trainers.megatron_learner.optimizer import parts
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
+
+FOLDER = "megatron_state"
+FORMAT = 1
+CONFIGS = ("config.json", "generation_config.json")
+"""What an export needs beside the weights."""
+WEIGHT, REFERENCE, MOMENTS = "weight", "reference", ("exp_avg", "exp_avg_sq")
+Shards = ShardedTensor | ShardedTensorFactory
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter of this rank, and what the optimizer has of it here: `main`, float32, the flattened parameter's
+    `span`. `main` is None where other ranks of `group` have all of it."""
+
+    parameter: Tensor
+    shards: Shards
+    main: Tensor | None
+    span: slice
+    optimizer: Any
+    group: Any
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The same for the same part of the model on any rank."""
+        return tuple(shard.name for shard, _ in regions(self.shards, torch.empty_like(self.parameter, device="meta")))
+
+    def pieces(self) -> dict[str, Tensor]:
+        """What there is here of the weight and its moments, flat."""
+        if self.main is None:
+            return {}
+        state = self.optimizer.state.get(self.main, {}) if self.optimizer else {}
+        found = {WEIGHT: self.main, **{name: state[name] for name in MOMENTS if name in state}}
+        return {name: tensor.detach().flatten() for name, tensor in found.items()}
+
+
+def regions(shards: Shards, value: Tensor, kind: str = "") -> list[tuple[Region, Tensor]]:
+    """Where in the whole model the parts of a parameter, or of what is shaped like it, belong."""
+    if isinstance(shards, ShardedTensorFactory):
+        built = replace(shards, data=value).build()
+    else:
+        built = [replace(shards, data=value, dtype=value.dtype)]
+    out = []
+    for shard in built:
+        size = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        key = f"{kind}.{shard.key}" if kind else shard.key
+        region = Region(key, tuple(shard.global_shape), tuple(shard.global_offset), size)
+        out.append((region, shard.data.reshape(size)))
+    return out
+
+
+def slots(chunks: Sequence[Any], optimizer: Any) -> list[Slot]:
+    """Every parameter of this rank, in the order of `parameters()`. Without an `optimizer` they are all frozen."""
+    owners = _owners(optimizer) if optimizer is not None else {}
+    metadata = {
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    out = []
+    for chunk in chunks:
+        model = hf.unwrapped(chunk)
+        sharded = model.sharded_state_dict(metadata=metadata)
+        for name, parameter in model.named_parameters():
+            if not isinstance(sharded.get(name), ShardedTensor | ShardedTensorFactory):
+                raise TrainingError(f"{type(model).__name__} does not say how {name} is cut among ranks; this is a bug")
+            whole = slice(0, parameter.numel())
+            owner = owners.get(id(parameter), (parameter, whole, None, None))
+            out.append(Slot(parameter, sharded[name], *owner))
+    return out
+
+
+def _owners(optimizer: Any) -> dict[int, tuple[Tensor | None, slice, Any, Any]]:
+    """By the id of a trained parameter: what is optimized of it here, which span that is, by what, shared by whom."""
+    out: dict[int, tuple[Tensor | None, slice, Any, Any]] = {}
+    for one in parts(optimizer):
+        if getattr(one, "is_stub_optimizer", False):
+            continue
+        inner, spans = one.optimizer, getattr(one, "model_param_group_index_map", None)
+        if spans is not None:  # the distributed optimizer
+            for parameter in (parameter for buffer in one.buffers for parameter in buffer.param_index_map):
+                out[id(parameter)] = (None, slice(0, 0), inner, one.data_parallel_group)
+            for parameter, (group, order) in spans.items():
+                span = one._get_model_param_range_map(parameter)["param"]
+                main = inner.param_groups[group]["params"][order]
+                out[id(parameter)] = (main, slice(span.start, span.end), inner, one.data_parallel_group)
+            continue
+        for parameter in _whole(one):
+            out[id(parameter)] = (getattr(parameter, "main_param", parameter), slice(0, parameter.numel()), inner, None)
+    return out
+
+
+def _whole(one: Any) -> Iterator[Tensor]:
+    """The model's parameters of an optimizer that is not distributed."""
+    if hasattr(one, "float16_groups"):
+        groups = [*one.float16_groups, *one.fp32_from_fp32_groups]
+    else:
+        groups = [group["params"] for group in one.optimizer.param_groups]
+    for group in groups:
+        yield from group
+
+
+class Checkpointer:
+    """Saves and loads what one rank of many has; every rank calls every method at the same time."""
+
+    def __init__(
+        self, chunks: Sequence[Any], optimizer: Any, config: PretrainedConfig, reference: Any, control: Any, layout: str
+    ) -> None:
+        """`control` is a group of all ranks on the CPU; `layout` names how they are laid out."""
+        self._slots = slots(chunks, optimizer)
+        self._optimizer, self._config, self._reference = optimizer, config, reference
+        self._control, self._layout = control, layout
+        self._rank, self._world = dist.get_rank(control), dist.get_world_size(control)
+        self._pending: tuple[Path, Writing, list[Region], dict[str, Any]] | None = None
+
+    @torch.no_grad()
+    def save(self, folder: Path, source: Path | None, *, reference: bool, **facts: Any) -> None:
+        """Copy everything to host memory and begin to write it into the folder, which is whole after `finish`.
+
+        Args:
+            source: The folder that the model came from, on the rank that is to keep its configs, else None.
+            reference: Whether the frozen weights belong to the state.
+            facts: What else `load` is to return.
+
+        Raises:
+            TrainingError: a rank cannot begin; all ranks raise it.
+        """
+        self.finish()
+        place = folder / FOLDER
+        self._together(lambda: _begin(place, source) if source is not None else None)
+        offers = self._gather([(slot.identity, slot.parameter.numel()) for slot in self._slots])
+        step = max((step for step in self._gather(self._step()) if step is not None), default=None)
+        tensors = {f"rng.{name}": state for name, state in random_states().items()}
+        mine: list[Region] = []
+        for number, (slot, writer) in enumerate(zip(self._slots, self._writers(offers), strict=True)):
+            values = self._assembled(slot, writer, moments=step is not None)
+            if writer == self._rank and reference:
+                values[REFERENCE] = self._reference.values[number]
+            for kind, value in values.items():
+                for region, part in regions(slot.shards, value, kind):
+                    mine.append(region)
+                    tensors[region.name] = part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        index = {
+            "format": FORMAT,
+            "layout": self._layout,
+            "model": description(self._config),
+            "step": step,
+            "reference": reference,
+            **facts,
+        }
+        self._pending = place, Writing(place / self._file(self._rank), tensors), mine, index
+
+    def finish(self) -> None:
+        """Wait until all ranks have written what `save` began. Idempotent.
+
+        Raises:
+            TrainingError: a rank could not write; all ranks raise it, and it names those that could not.
+        """
+        if self._pending is None:
+            return
+        (place, writing, regions, index), self._pending = self._pending, None
+        errors = self._gather(writing.wait())
+        if any(errors):
+            raise TrainingError(
+                "the checkpoint was not written: "
+                + "; ".join(f"rank {rank} {error}" for rank, error in enumerate(errors) if error)
+            )
+        files = [self._file(rank) for rank in range(self._world)]
+        written = self._gather((place / self._file(self._rank)).stat().st_size)
+        found = self._gather(regions)
+
+        def end() -> None:
+            if self._rank == 0:  # which hears of what is wrong before it says that the checkpoint is whole
+                held = table(list(zip(files, found, strict=True)))
+                write_index(place, {**index, "files": dict(zip(files, written, strict=True)), "tensors": held})
+
+        self._together(end)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Take the state that any layout has saved in the folder; returns the facts saved with it. Random streams go on
+        where they were if the layout is the same one.
+
+        Raises:
+            RunFolderError: the folder has no state of a Megatron learner, or that of another model.
+        """
+        if not (folder / FOLDER).is_dir():
+            raise RunFolderError(f"{folder} has no {FOLDER}/; give a checkpoint that a Megatron learner has written")
+        stored = self._together(lambda: self._checked(Stored(folder / FOLDER)))
+        self._together(lambda: self._fill(stored))
+        return stored.index
+
+    def _checked(self, stored: Stored) -> Stored:
+        check(stored, self._config)
+        moments = MOMENTS if stored.index["step"] is not None else ()
+        for slot in self._slots:
+            for kind in (WEIGHT, *(moments if slot.optimizer is not None else ())):
+                for region, _ in regions(slot.shards, torch.empty_like(slot.parameter, device="meta"), kind):
+                    stored.check(region, padded=_may_be_padded(slot.shards))
+        return stored
+
+    def _fill(self, stored: Stored) -> None:
+        step = stored.index["step"]
+        for number, slot in enumerate(self._slots):
+            fill(slot, stored)
+            if stored.index["reference"] and self._reference.values:
+                self._reference.values[number].copy_(_read(slot, stored, REFERENCE))
+            if slot.main is None or slot.optimizer is None:
+                continue
+            slot.optimizer.state.pop(slot.main, None)
+            if step is not None:
+                moments = {name: _read(slot, stored, name).flatten()[slot.span] for name in MOMENTS}
+                _set_moments(slot, moments, step)
+        if stored.index["layout"] == self._layout:
+            rank_file = stored.rank_file(self._file(self._rank))
+            restore_random_states({name.removeprefix("rng."): state for name, state in rank_file.items()})
+
+    def _assembled(self, slot: Slot, writer: int | None, *, moments: bool) -> dict[str, Tensor]:
+        """On the writer, the whole of the parameter and its moments; those that share it with the writer help."""
+        pieces, kinds = slot.pieces(), (WEIGHT, *(MOMENTS if moments and slot.optimizer is not None else ()))
+        if writer is None:
+            return {}
+        shape = slot.parameter.shape
+        if slot.group is None or slot.group.size() == 1:
+            return {kind: pieces[kind].reshape(shape) for kind in kinds} if writer == self._rank else {}
+        out = {}
+        for kind in kinds:
+            whole = torch.zeros(slot.parameter.numel(), dtype=torch.float32, device=slot.parameter.device)
+            if kind in pieces:
+                whole[slot.span] = pieces[kind]
+            dist.reduce(whole.view(torch.int32), writer, group=slot.group)  # of bits: -0 and NaN stay what they are
+            out[kind] = whole.view(shape)
+        return out if writer == self._rank else {}
+
+    def _writers(self, offers: Sequence[Sequence[tuple[tuple[str, ...], int]]]) -> list[int | None]:
+        """Who writes each slot: the rank with the least to write of those that have it, largest first. None where
+        nobody who shares this rank's part of the optimizer's state does."""
+        having, numels = defaultdict[tuple[str, ...], list[int]](list), {}
+        for rank, offered in enumerate(offers):
+            for identity, numel in offered:
+                having[identity].append(rank)
+                numels[identity] = numel
+        loads, chosen = [0] * self._world, {}
+        for identity in sorted(having, key=lambda one: (-numels[one], one)):
+            chosen[identity] = min(having[identity], key=lambda rank: (loads[rank], rank))
+            loads[chosen[identity]] += numels[identity]
+        out: list[int | None] = []
+        for slot in self._slots:
+            writer, group = chosen[slot.identity], slot.group
+            near = [self._rank] if group is None else dist.get_process_group_ranks(group)
+            out.append(writer if writer in near else None)
+        return out
+
+    def _step(self) -> int | None:
+        for slot in self._slots:
+            state = slot.optimizer.state.get(slot.main) if slot.main is not None and slot.optimizer else None
+            if state:
+                return int(state["step"]) if "step" in state else int(slot.optimizer.param_groups[0]["step"])
+        return None
+
+    def _file(self, rank: int) -> str:
+        return f"rank-{rank:05d}.safetensors"
+
+    def _gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self._world
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def _together(self, act: Callable[[], Any]) -> Any:
+        """What `act` returns on this rank; when it fails on any, all ranks raise."""
+        mine: Exception | None = None
+        value = None
+        try:
+            value = act()
+        except Exception as error:
+            mine = error
+        errors = self._gather(None if mine is None else reason(mine))
+        if isinstance(mine, RelaxGymError):
+            raise mine
+        if any(errors):
+            rank, text = next((rank, error) for rank, error in enumerate(errors) if error)
+            raise TrainingError(f"rank {rank} of {self._world} failed: {text}") from mine
+        return value
+
+
+def _begin(place: Path, source: Path) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    for name in CONFIGS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, place / name)
+
+
+def fill(slot: Slot, stored: Stored) -> None:
+    """The weight of a parameter, and the optimizer's copy of it."""
+    weight = _read(slot, stored, WEIGHT)
+    slot.parameter.detach().copy_(weight)
+    if slot.main is not None:
+        slot.main.detach().view(-1).copy_(weight.flatten()[slot.span])
+
+
+def _read(slot: Slot, stored: Stored, kind: str) -> Tensor:
+    """Whole, on the CPU."""
+    blank = torch.empty(slot.parameter.shape, device="cpu")
+    found = [
+        stored.read(region).reshape(part.shape[-blank.dim() :]) for region, part in regions(slot.shards, blank, kind)
+    ]
+    if isinstance(slot.shards, ShardedTensorFactory):
+        merged: Tensor = slot.shards.merge_fn(found)
+        return merged
+    return found[0].reshape(slot.parameter.shape)
+
+
+def _set_moments(slot: Slot, moments: dict[str, Tensor], step: int) -> None:
+    main, inner = slot.main, slot.optimizer
+    assert main is not None
+    state = {name: value.to(main.device).reshape(main.shape).clone() for name, value in moments.items()}
+    group = next(group for group in inner.param_groups if any(one is main for one in group["params"]))
+    if isinstance(inner, torch.optim.Adam):  # AdamW is one
+        on_device = group.get("fused") or group.get("capturable")
+        state["step"] = torch.tensor(float(step), device=main.device if on_device else "cpu")
+    else:  # Transformer Engine's and Apex's count for a whole group
+        group["step"] = step
+    inner.state[main] = state
+
+
+def _may_be_padded(shards: Shards) -> bool:
+    return bool(getattr(shards, "allow_shape_mismatch", False))
+
+
+def check(stored: Stored, config: PretrainedConfig) -> None:
+    """Raises RunFolderError where the state is of another format or model."""
+    index = stored.index
+    if index.get("format") != FORMAT:
+        raise RunFolderError(f"{stored.folder} has format {index.get('format')}; this version reads {FORMAT}")
+    mine = description(config)
+    other = [f"{key} {value} there, {mine[key]} here" for key, value in index["model"].items() if mine[key] != value]
+    if other:
+        raise RunFolderError(
+            f"{stored.folder} belongs to another model ({'; '.join(other)}); set model.name to the model that the run "
+            "began with"
+        )
+
+
+def description(config: PretrainedConfig) -> dict[str, Any]:
+    """What tells models apart whose weights are not interchangeable."""
+    names = (
+        *("model_type", "vocab_size", "hidden_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "intermediate_size", "tie_word_embeddings"),
+    )
+    experts = number_of_experts(config)
+    return {
+        **{name: getattr(config, name) for name in names},
+        "experts": experts,
+        "expert_size": expert_size(config) if experts else 0,
+    }
+
+
+def random_states() -> dict[str, Tensor]:
+    """Of every generator that the rank uses."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    return states | {f"tracker.{name}": state for name, state in tracked.items() if isinstance(state, Tensor)}
+
+
+def restore_random_states(states: dict[str, Tensor]) -> None:
+    """What `random_states` gave."""
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
+    if tracked:
+        get_cuda_rng_tracker().set_states(tracked)
