@@ -62,6 +62,7 @@ def apply_gradient(optimizer: Any, *, lr: float, clip: float, step: int) -> floa
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
+        optimizer.zero_grad()
         raise TrainingError(non_finite("gradient norm", norm, step))
     for one in parts(optimizer):
         if clip and one.get_parameters():
@@ -69,6 +70,9 @@ def apply_gradient(optimizer: Any, *, lr: float, clip: float, step: int) -> floa
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step_with_ready_grads()
+    # One that is not distributed has made Megatron's buffers the parameters' `grad`: the next backward pass would add to
+    # them, and then them to themselves.
+    optimizer.zero_grad()
     return norm
 
 
