@@ -1,4 +1,4 @@
-"""Several processes that run the same command, as torchrun starts them: the first trains, the others serve its learner."""
+"""Several processes that run one command, as torchrun starts them: the first trains, the others serve its learner."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class Component:
     factory: str | Callable[..., Any]
     options: str | type[Options]
     serve: str | Callable[[], None] | None = None
-    """Of a learner that spreads over processes: what those run that a launcher has started beside the trainer's. Returns
-    when the trainer has ended."""
+    """Of a learner that spreads over processes: what those run that a launcher has started beside the trainer's. It
+    returns when the trainer has ended."""
 
     def load_options(self) -> type[Options]:
         """The class of the options, imported."""

@@ -72,6 +72,27 @@ def test_what_cannot_be_sent_ends_nothing(plain):
     assert plain.call("get", "arguments") == ("a", 2)
 
 
+def test_a_call_may_go_on_while_its_caller_does_something_else(plain):
+    first = plain.begin("get", "arguments")
+    assert first() == ("a", 2)
+    with pytest.raises(RuntimeError, match="the result of get was asked for already"):
+        first()
+    lost = plain.begin("get", "arguments")
+    assert plain.call("get", "place").rank == 0
+    with pytest.raises(RuntimeError, match="lost to a later call"):
+        lost()
+
+
+def test_a_call_whose_result_nobody_asks_for_is_waited_for():
+    ranks = Ranks(2, PLAIN)
+    ranks.begin("fail", 1, "raise")
+    with pytest.raises(TrainingError, match="get cannot be called: the ranks have ended: in fail, rank 1 of 2 failed"):
+        ranks.call("get", "place")
+    ranks = Ranks(2, PLAIN)
+    ranks.begin("store", 1)
+    ranks.close()
+
+
 def test_ranks_compute_together_and_close(tmp_path):
     ranks = Ranks(3, GLOO, logs=tmp_path / "learner")
     children = pids(ranks)

@@ -47,9 +47,12 @@ class MegatronLearner(Learner):
         return metrics
 
     def weights(self) -> Weights:
-        """New tensors on rank 0's device, gathered from all ranks some at a time, as they are asked for."""
+        """New tensors on rank 0's device, in the dtype that is trained in, gathered from all ranks some at a time: those
+        that come next while these are used. May be left at any point: no rank waits for the rest to be asked for."""
         self._ranks.call("begin_weights")
-        while some := self._ranks.call("next_weights"):
+        following = self._ranks.begin("next_weights")
+        while some := following():
+            following = self._ranks.begin("next_weights")
             yield from some
 
     def export(self, folder: Path) -> None:

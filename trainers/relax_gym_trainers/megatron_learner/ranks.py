@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class Ranks:
         """
         self.world, self._timeout = world, timeout
         self._over: str | None = None
+        self._running: Callable[[], Any] | None = None
         self._ended = False
         self._served: Any = None
         self._thread: int | None = None
@@ -93,7 +94,7 @@ class Ranks:
             else:
                 self._others, init_method = join(world, deadline), "env://"
             self._place = Place(rank=0, world=world, init_method=init_method)
-            self._call(START, (entry, arguments), start_timeout)
+            self._begin(START, (entry, arguments), start_timeout)()
         except BaseException:
             self._end()
             raise
@@ -108,9 +109,29 @@ class Ranks:
                 the usual ones); its notes have the tracebacks. All ranks have then ended.
             RelaxGymError: what rank 0 raised.
         """
+        return self.begin(method, *arguments, timeout=timeout)()
+
+    def begin(self, method: str, *arguments: Any, timeout: float | None = None) -> Callable[[], Any]:
+        """Begin a `call`; what is returned waits for its end and gives its result, once. The ranks have one call at a
+        time: a later one first waits for the end of this one, whose result is then lost.
+
+        Raises:
+            TrainingError: the ranks have ended. What the call raises is raised where it is waited for.
+        """
+        if self._running is not None:
+            with contextlib.suppress(Exception):  # if it ended the ranks, that is said below
+                self._running()
         if self._over is not None:
             raise TrainingError(f"{method} cannot be called: {self._over}")
-        return self._call(method, arguments, self._timeout if timeout is None else timeout)
+        self._running = end = self._begin(method, arguments, self._timeout if timeout is None else timeout)
+
+        def result() -> Any:
+            if self._running is not end:
+                raise RuntimeError(f"the result of {method} was asked for already, or is lost to a later call")
+            self._running = None
+            return end()
+
+        return result
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
@@ -129,18 +150,22 @@ class Ranks:
             other.join()
         self._end()
 
-    def _call(self, method: str, arguments: tuple[Any, ...], timeout: float) -> Any:
+    def _begin(self, method: str, arguments: tuple[Any, ...], timeout: float) -> Callable[[], Any]:
         parcel = Parcel((method, arguments), shared=self._shared)
         answers: Answers = queue.SimpleQueue()
         for other in self._others:
             other.ask(parcel, answers)
         self._here.post(functools.partial(self._run_here, method, arguments, answers))
-        try:
-            return self._gather(method, answers, timeout)
-        except BaseException as error:
-            self._over = f"the ranks have ended: {str(error) or type(error).__name__}"
-            self._end()
-            raise
+
+        def end() -> Any:
+            try:
+                return self._gather(method, answers, timeout)
+            except BaseException as error:
+                self._over = f"the ranks have ended: {str(error) or type(error).__name__}"
+                self._end()
+                raise
+
+        return end
 
     def _run_here(self, method: str, arguments: tuple[Any, ...], answers: Answers) -> None:
         self._thread = threading.get_ident()
