@@ -19,6 +19,7 @@ from relax_gym_trainers.megatron_learner.logprobs import vocab_parallel_logprobs
 from relax_gym_trainers.megatron_learner.model import output_weight
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.megatron_learner.replay import RouterReplay, refuse_wrong
 from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.divergence import Target
@@ -77,6 +78,7 @@ class MegatronBackend:
         self.device = parameters[0].device
         self.reference = Reference(parameters, offload=options.offload_reference)
         self.control: Any = dist.new_group(backend="gloo")
+        self.replays = {chunk: RouterReplay(chunk) for chunk in self.chunks}
 
     # What objectives ask for ------------------------------------------------------------------------------------------
 
@@ -191,6 +193,9 @@ class MegatronBackend:
         mine = list(batches)
         shares = [self.share_of(batch) for batch in mine]
         first = self._is_first_sample_rank
+        experts = mine[0].experts if mine else None  # all have them or none
+        if experts is not None:
+            self.replays[self.chunks[0]].check(experts)
 
         def forward(iterator: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             number = next(iterator)
@@ -215,6 +220,8 @@ class MegatronBackend:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if experts is not None:
+            refuse_wrong(self.replays.values(), self.control)
         return sum(self._reports(total))
 
     def _forward(self, chunk: Any, batch: PackedBatch, share: ContextShare) -> Tensor:
@@ -230,6 +237,8 @@ class MegatronBackend:
             max_seqlen_kv=batch.max_length,
         )
         ids, positions = (torch.from_numpy(array).to(device)[None] for array in (share.ids, share.positions))
+        if share.experts is not None:
+            self.replays[chunk].keep(packed, share.experts, device)
         out: Tensor = chunk(ids, positions, packed_seq_params=packed)
         return out
 

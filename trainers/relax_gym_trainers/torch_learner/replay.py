@@ -6,9 +6,12 @@ rounding send a token to different experts, and its log-prob differs by far more
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_gym.errors import TrainingError
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOLERANCE = 1e-4
+NORMED = ("MixtralTopKRouter",)
+"""Routers that divide scores by their sum, without an option that says so."""
 
 
 class RouterReplay:
@@ -38,13 +43,7 @@ class RouterReplay:
         self._chosen = None
         if batch.experts is None:
             return
-        layers, top_k = batch.experts.shape[2:]
-        expected = [getattr(router, "top_k", None) for router in self.routers]
-        if expected != [top_k] * layers:
-            raise TrainingError(
-                f"the sampler gave {top_k} experts in each of {layers} layers; the model here has routers with top_k "
-                f"{expected}: sampler and learner must run the same mixture-of-experts model"
-            )
+        check_fits(batch.experts, [getattr(router, "top_k", None) for router in self.routers])
         self._chosen = torch.from_numpy(batch.experts).to(device, torch.int64).flatten(0, 1)
 
     def _hook(self, layer: int) -> Any:
@@ -60,10 +59,21 @@ class RouterReplay:
         return replay
 
 
+def check_fits(experts: NDArray[np.int32], expected: Sequence[int | None]) -> None:
+    """Raise TrainingError unless experts [.., layers, top_k] fit routers that choose as many as `expected`."""
+    layers, top_k = experts.shape[-2:]
+    if list(expected) != [top_k] * layers:
+        raise TrainingError(
+            f"the sampler gave {top_k} experts in each of {layers} layers; the model here has routers with top_k "
+            f"{list(expected)}: sampler and learner must run the same mixture-of-experts model"
+        )
+
+
 def router_scores(router: Any, logits: Tensor, indices: Tensor) -> Tensor:
     """Softmax over all experts, [n, E], at `indices` [n, top_k], divided by its sum if the model does so."""
     chosen = logits.softmax(-1, dtype=torch.float32).gather(-1, indices)
-    return chosen / chosen.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", False) else chosen
+    normed = getattr(router, "norm_topk_prob", type(router).__name__ in NORMED)
+    return chosen / chosen.sum(-1, keepdim=True) if normed else chosen
 
 
 def _check(router: Any, logits: Tensor, scores: Tensor, own: Tensor) -> None:
