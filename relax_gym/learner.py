@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
+from relax_gym.errors import RunFolderError
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
 
@@ -14,6 +16,8 @@ class Learner(ABC):
 
     version: int = 0
     """Optimizer steps taken; the policy version of the weights `weights()` gives."""
+    exports_checkpoints: bool = True
+    """Whether checkpoints are model folders, too. Else `export_checkpoint` makes one of them when it is wanted."""
 
     @abstractmethod
     def step(self, batch: Batch) -> Metrics:
@@ -35,12 +39,26 @@ class Learner(ABC):
         """Write the weights as a Hugging Face model folder that `transformers` loads."""
 
     @abstractmethod
-    def save_state(self, folder: Path) -> None:
-        """Write everything but the exported weights that `load` needs to go on bit for bit."""
+    def save_state(self, folder: Path) -> Callable[[], None] | None:
+        """Write everything but the exported weights that `load` needs to go on bit for bit.
+
+        A learner that goes on writing in the background returns what waits for the end of that and raises what went
+        wrong. It is called once, in the same thread, before the next `save_state` and before `close`; until then the
+        folder is no checkpoint.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> None:
         """Take weights and state from a folder that `export` and `save_state` wrote."""
+
+    @classmethod
+    def export_checkpoint(cls, checkpoint: Path, folder: Path) -> None:
+        """Write the model folder of a checkpoint that is none, without tokenizer, in a process without a learner.
+
+        Raises:
+            RunFolderError: the checkpoint has no weights that this kind of learner has written.
+        """
+        raise RunFolderError(f"{checkpoint} holds no model, and {cls.__name__} cannot make one of it")
 
     def close(self) -> None:  # noqa: B027 (most learners have nothing to free)
         """Free devices and processes. Idempotent."""

@@ -31,6 +31,7 @@ from relax_gym.types import Group, Trajectory
 log = logging.getLogger("relax_gym")
 MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "trackers"}
 PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
+UNFINISHED = ".unfinished-"
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
 
 
@@ -126,15 +127,19 @@ class RunFolder:
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
-        """Let `write` fill a folder, then make it the checkpoint of `step` in one rename; keep the newest `keep`."""
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty folder for the checkpoint of `step`, which is none yet. What was never finished is removed."""
+        for unfinished in self._checkpoints.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        folder = self._checkpoints / f"{UNFINISHED}{step:06d}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def finish_checkpoint(self, step: int, *, keep: int) -> Path:
+        """Make what was begun the checkpoint of `step` in one rename; keep the newest `keep`."""
         final = self._checkpoints / f"step-{step:06d}"
-        unfinished = self._checkpoints / f".unfinished-{step:06d}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        write(unfinished)
         shutil.rmtree(final, ignore_errors=True)
-        os.replace(unfinished, final)
+        os.replace(self._checkpoints / f"{UNFINISHED}{step:06d}", final)
         for _, old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
         return final

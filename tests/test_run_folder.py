@@ -172,7 +172,8 @@ def test_a_line_is_enough_to_replay_an_episode_and_to_derive_its_masks(tmp_path)
 
 def test_other_folders_beside_the_checkpoints_are_ignored(tmp_path) -> None:
     folder = begun(config(tmp_path / "r"))
-    folder.save_checkpoint(3, lambda path: None, keep=1)
+    folder.begin_checkpoint(3)
+    folder.finish_checkpoint(3, keep=1)
     for name in ("step-foo", "step-000004.bak", "step-"):
         (folder.path / "checkpoints" / name).mkdir()
     assert [step for step, _ in folder.checkpoints()] == [3]
@@ -181,13 +182,16 @@ def test_other_folders_beside_the_checkpoints_are_ignored(tmp_path) -> None:
 def test_checkpoints_appear_whole_or_not_at_all(tmp_path) -> None:
     folder = RunFolder(config(tmp_path / "r"), resume=False)
 
-    def die(path) -> None:
-        (path / "model.safetensors").write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        folder.save_checkpoint(1, die, keep=2)
+    (folder.begin_checkpoint(1) / "model.safetensors").write_text("half")
     assert folder.checkpoints() == []
     for step in (1, 2, 10):
-        folder.save_checkpoint(step, lambda path: (path / "x").write_text("ok"), keep=2)
+        begun = folder.begin_checkpoint(step)
+        assert list(begun.iterdir()) == []
+        (begun / "x").write_text("ok")
+        assert folder.finish_checkpoint(step, keep=2).name == f"step-{step:06d}"
+    (folder.begin_checkpoint(12) / "x").write_text("killed here")
+    folder.begin_checkpoint(14)
+    assert {path.name for path in (folder.path / "checkpoints").iterdir()} == {
+        *("step-000002", "step-000010", ".unfinished-000014")
+    }
     assert [step for step, _ in folder.checkpoints()] == [2, 10]
