@@ -15,6 +15,7 @@ from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
 from relax_gym_trainers.megatron_learner import hf, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
+from relax_gym_trainers.megatron_learner.checkpoint import Checkpointer
 from relax_gym_trainers.megatron_learner.distillation import load_distiller
 from relax_gym_trainers.megatron_learner.optimizer import apply_gradient, build_optimizer, forget, wrap
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
@@ -76,7 +77,10 @@ class RankLearner(PolicyLearner):
         )
         self._export, self._source = hf.Export(chunks, self._config, bucket_bytes=BUCKET_BYTES), context.model_path
         self._gathering, self._writes = iter(self._export), place.rank == 0
-        self._warming_up = False
+        self._warming_up = self._reference_moved = False
+        self._checkpointer = Checkpointer(
+            chunks, self.optimizer, self._config, self.backend.reference, self.backend.control, str(self.layout)
+        )
         if any(objective.algorithm.needs_reference for objective in self.objectives):
             self.backend.reference.take()
 
@@ -92,6 +96,7 @@ class RankLearner(PolicyLearner):
             self._warming_up = False
             if self.version == 0 and self.backend.reference.values:
                 self.backend.reference.take()
+                self._reference_moved = True
 
     def imitate_at(self, batch: Batch, lr: float) -> Metrics:
         """`imitate`."""
@@ -120,12 +125,26 @@ class RankLearner(PolicyLearner):
         hf.write_folder(self._export, self._source, folder if self._writes else None)
 
     def save_state(self, folder: Path) -> None:
-        """See `Learner.save_state`."""
-        raise NotImplementedError
+        """Begin to write the state into the folder; `finish_save` waits for it."""
+        self._checkpointer.save(
+            folder,
+            self._source if self._writes else None,
+            reference=self._reference_moved,
+            version=self.version,
+            warming_up=self._warming_up,
+            dtype=str(self._dtype).removeprefix("torch."),
+        )
 
-    def load(self, folder: Path) -> None:
-        """See `Learner.load`."""
-        raise NotImplementedError
+    def finish_save(self) -> None:
+        """See `Checkpointer.finish`."""
+        self._checkpointer.finish()
+
+    def load(self, folder: Path) -> int:
+        """See `Learner.load` and `Checkpointer.load`. Returns the version."""
+        facts = self._checkpointer.load(folder)
+        self.version, self._warming_up = facts["version"], facts["warming_up"]
+        self._reference_moved = facts["reference"]
+        return self.version
 
     def close(self) -> None:
         """Leave the other ranks, and end the teachers' engines."""
