@@ -93,7 +93,11 @@ class Sampler(ABC):
 
     @abstractmethod
     async def update_weights(self, weights: Weights, version: int) -> None:
-        """Take new weights; stamp `version` only once all of them are in. Caches of older versions are dropped."""
+        """Take new weights; stamp `version` only once all of them are in. Caches of older versions are dropped.
+
+        `weights` can be read once and only until this returns, in another thread than the event loop's, as they are
+        computed when they are asked for: a learner never has all of a large model at once.
+        """
 
     async def rest(self) -> None:  # noqa: B027 # most samplers have nothing to free
         """No request comes until the next `update_weights`: free what the learner can use meanwhile."""

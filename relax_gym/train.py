@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from relax_gym.build import Parts, build_learner, build_parts, build_trackers
+from relax_gym.checkpoints import Checkpoints
 from relax_gym.cleanup import Cleanup, closed_on_failure
 from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
@@ -31,7 +32,7 @@ from relax_gym.sampler import Session
 from relax_gym.tasks import derive_seed
 from relax_gym.types import Batch, Group, Metrics, Trajectory
 from relax_gym.warmup import demonstrations
-from relax_gym.workers import Worker
+from relax_gym.workers import Streamed, Worker
 
 log = logging.getLogger("relax_gym")
 
@@ -104,6 +105,7 @@ class Trainer:
         )
         self._evaluations: list[tuple[int, Metrics]] = []
         self._metrics: Metrics = {}
+        self._checkpoints = Checkpoints(parts.context, learner, folder)
         self._empty_steps = 0
         self._last_error = ""
         self._loop_lag = 0.0
@@ -146,6 +148,7 @@ class Trainer:
         await self._parts.sampler.start()
         self._folder.begin(self._start)
         cleanup.add(partial(self._hook.on_run_end, context=context))
+        cleanup.add(partial(self._call_checkpoint, self._checkpoints.finish))
         cleanup.add(self._keep_waiting_groups)
         self._hook.on_run_start(context=context)
 
@@ -236,8 +239,8 @@ class Trainer:
             self._hook.on_warmup_step(step=shown.step, metrics={**learner, "episode/errors": shown.errors})
 
     async def _publish(self) -> None:
-        weights = await self._thread.call(lambda: list(self._learner.weights()))  # what is lazy is computed there too
-        await self._parts.sampler.update_weights(weights, self._learner.version)
+        with closing(Streamed(self._thread, self._learner.weights)) as weights:  # too many to have all at once
+            await self._parts.sampler.update_weights(weights, self._learner.version)
 
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
@@ -276,10 +279,11 @@ class Trainer:
             metrics |= await self._evaluate(step)
         self._log(step, metrics)
         self._hook.on_step_end(step=step, metrics=metrics)
+        await self._call_checkpoint(self._checkpoints.finish)  # written while this step ran
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            save = partial(self._folder.save_checkpoint, step, self._write_checkpoint, keep=config.checkpoint.keep)
-            folder = await self._thread.call(save)
-            self._hook.on_checkpoint(step=step, folder=folder)
+            await self._call_checkpoint(partial(self._checkpoints.begin, step))
+        if last:
+            await self._call_checkpoint(self._checkpoints.finish)
         await self._queue.advance(step)
 
     def _check_trainable(self, step: int, trajectories: list[Trajectory], dropped: Counter[str]) -> None:
@@ -332,11 +336,12 @@ class Trainer:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def _write_checkpoint(self, folder: Path) -> None:
-        self._learner.export(folder)
-        context = self._parts.context
-        (context.processor.processor if context.processor else context.tokenizer).save_pretrained(folder)
-        self._learner.save_state(folder)
+    async def _call_checkpoint(self, part: Callable[[], tuple[int, Path] | None]) -> None:
+        """Call a part of the writing of a checkpoint in the learner's thread; say so when one is whole after it."""
+        written = await self._thread.call(part)
+        if written is not None:
+            step, folder = written
+            self._hook.on_checkpoint(step=step, folder=folder)
 
     async def _watch_loop(self) -> None:
         """Measure how late the event loop is: a blocking call anywhere shows up here."""

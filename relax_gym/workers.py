@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+from concurrent import futures
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -62,6 +64,49 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             job()
             del job
+
+
+class Streamed(Iterator[T]):
+    """Items that are computed in a worker's thread, each when it is asked for. Whoever asks waits: not an event loop.
+
+    After `close` none is computed any more, so that nobody waits for a worker that has stopped.
+    """
+
+    def __init__(self, worker: Worker, make: Callable[[], Iterable[T]]) -> None:
+        self._worker, self._make = worker, make
+        self._items: Iterator[T] | None = None
+        self._lock, self._closed = threading.Lock(), False
+
+    def __next__(self) -> T:
+        """Raises RuntimeError after `close`."""
+        answer: futures.Future[list[T]] = futures.Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("asked for more than there was time for: the items are closed")
+            self._worker.post(functools.partial(self._compute, answer))
+        for item in answer.result():
+            return item
+        raise StopIteration
+
+    def _compute(self, answer: futures.Future[list[T]]) -> None:
+        try:
+            if self._items is None:
+                self._items = iter(self._make())
+            answer.set_result(list(itertools.islice(self._items, 1)))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def close(self) -> None:
+        """Leave the rest; what is being computed is finished. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._worker.post(self._drop)
+            self._closed = True
+
+    def _drop(self) -> None:
+        items, self._items = self._items, None
+        if isinstance(items, Generator):
+            items.close()
 
 
 def _run(function: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any]) -> None:

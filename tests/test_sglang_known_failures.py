@@ -348,6 +348,25 @@ def test_k109_weights_are_computed_off_the_loop(tmp_path: Path) -> None:
     assert ran_in_loop == [False]
 
 
+def test_k108_an_update_that_broke_off_is_given_to_no_server(tmp_path: Path) -> None:
+    """What is kept for servers that join is then of two versions."""
+    servers = [FakeSGLang(), FakeSGLang()]
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from WEIGHTS
+        raise RuntimeError("the learner has ended")
+
+    async def use(sampler: SGLangSampler) -> None:
+        url = sampler.fleet.members[1].engine.url
+        await sampler.remove_engine(sampler.fleet.members[1])
+        with pytest.raises(RuntimeError, match="the learner has ended"):
+            await sampler.update_weights(weights(), 1)
+        with pytest.raises(SamplerError, match="the last update of weights broke off"):
+            await sampler.add_engine(url)
+
+    using(servers, use, tmp_path)
+
+
 def test_a_model_without_experts_cannot_have_them_recorded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="qwen3 has no experts to record"):
         using([FakeSGLang()], ask, tmp_path, routed_experts=True)

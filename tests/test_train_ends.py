@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from train_cases import half_a, run, trainer
 
 import relax_gym
@@ -189,6 +190,34 @@ def test_every_method_of_the_learner_is_called_on_its_thread(tmp_path: Path) -> 
     run(trainer(tmp_path, half_a, Watched(), warmup={"steps": 1, "episodes_per_step": 1}))
     names = ("step", "imitate", "weights", "export", "save_state", "close")
     assert called == {name: {"learner"} for name in names}
+
+
+def test_weights_that_a_sampler_leaves_are_left_by_the_learner(tmp_path: Path) -> None:
+    """One at a time: a large model's are never there all at once."""
+    seen: list[str] = []
+
+    class Lazy(RecordingLearner):
+        def weights(self) -> Weights:
+            try:
+                for number in range(3):
+                    seen.append(f"computed {number}")
+                    yield f"{number}", torch.zeros(1)
+            finally:
+                seen.append(f"left in {threading.current_thread().name}")
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    loop = trainer(tmp_path, half_a, Lazy())
+
+    async def update_weights(weights: Weights, version: int) -> None:
+        seen.append("taken " + next(iter(weights))[0])
+        raise SamplerError("no room")
+
+    loop._parts.sampler.update_weights = update_weights
+    with pytest.raises(SamplerError, match="no room"):
+        run(loop)
+    assert seen == ["computed 0", "taken 0", "left in learner", "closed"]
 
 
 def test_groups_are_kept_when_the_learner_raises(tmp_path: Path) -> None:

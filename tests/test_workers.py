@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from relax_gym.workers import LimitedThread, Worker, WorkerThreads, WorkerTimeout
+from relax_gym.workers import LimitedThread, Streamed, Worker, WorkerThreads, WorkerTimeout
 
 
 def test_calls_run_off_the_loop_and_reuse_threads() -> None:
@@ -151,3 +151,54 @@ def test_what_a_call_raises_after_the_loop_is_closed_is_logged(caplog: pytest.Lo
     worker.post(lambda: logged.set())
     assert logged.wait(20)
     assert "OSError: disk is full" in caplog.text
+
+
+def test_streamed_items_are_computed_one_by_one_in_the_thread_of_a_worker():
+    seen: list[object] = []
+
+    def items():
+        for number in range(3):
+            seen.append((number, threading.current_thread().name))
+            yield number
+        seen.append("end")
+
+    worker = Worker("there")
+    streamed = Streamed(worker, items)
+    assert (next(streamed), seen) == (0, [(0, "there")])
+    assert (list(streamed), seen[-1]) == ([1, 2], "end")
+    streamed.close()
+    worker.stop()
+
+
+def test_k109_nobody_waits_for_items_that_are_closed():
+    left = threading.Event()
+
+    def items():
+        try:
+            yield 1
+        finally:
+            left.set()
+
+    worker = Worker("there")
+    streamed = Streamed(worker, items)
+    assert next(streamed) == 1
+    streamed.close()
+    streamed.close()
+    worker.stop()
+    assert left.wait(10)
+    with pytest.raises(RuntimeError, match="the items are closed"):
+        next(streamed)
+
+
+def test_what_computing_an_item_raises_is_raised_where_it_was_asked_for():
+    def items():
+        yield 1
+        raise SystemExit("enough")
+
+    worker = Worker("there")
+    streamed = Streamed(worker, items)
+    assert next(streamed) == 1
+    with pytest.raises(SystemExit, match="enough"):
+        next(streamed)
+    streamed.close()
+    worker.stop()

@@ -74,7 +74,7 @@ class LocalSampler(Sampler):
 
     async def update_weights(self, weights: Weights, version: int) -> None:
         """See `Sampler.update_weights`; requests in flight go on with the new weights."""
-        named = dict(weights)
+        named = await asyncio.to_thread(dict, weights)
         await asyncio.wrap_future(self.engine.update_weights(named, version))
 
     async def aclose(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,8 @@ class SGLangSampler(Sampler):
             context.processor,
             lambda: [member.engine for member in self.fleet.present if member.engine.info],
         )
-        self._kept: list[tuple[str, torch.Tensor]] = []
+        self._kept: dict[str, torch.Tensor] = {}
+        self._whole = True  # what is kept is of one version
         self._dtype = servers_dtype(options, settings)
         self._sender = build_sender(options, context, self._dtype)
         self._updating = asyncio.Lock()
@@ -146,9 +147,11 @@ class SGLangSampler(Sampler):
         async with self._updating:
             await engine.empty()
             if self._version >= 0:
+                if not self._whole:
+                    raise SamplerError("the last update of weights broke off; a server joins after the next")
                 await engine.restore("weights")
                 _raise_first(await self._sender.open([engine]))
-                _raise_first(await self._bring([engine], self._kept, self._version, flush=not engine.released))
+                _raise_first(await self._bring([engine], self._kept.items(), self._version, flush=not engine.released))
                 await engine.restore("kv_cache")
             await engine.resume()
             await self.fleet.serve(member)  # before an update can begin without it
@@ -184,14 +187,13 @@ class SGLangSampler(Sampler):
             await self._each(self.fleet.serving, Engine.release)
 
     async def _send(self, members: Sequence[Member], weights: Weights, version: int) -> None:
-        named = await asyncio.to_thread(list, checkpoint_names(weights, self._settings.model_type))
         live: dict[Server, Member] = {member.engine: member for member in members if _runs(member)}
         busy = self.options.on_update == "keep" and any(member.in_flight for member in live.values())
         empty = any("kv_cache" in member.engine.released for member in live.values())
+        named = self._keeping(checkpoint_names(weights, self._settings.model_type))
         try:
             failures = await self._bring(list(live), named, version, flush=not busy and not empty)
-            # For servers that come back or join, as the learner goes on changing its own.
-            await asyncio.to_thread(self._keep, named)
+            await asyncio.to_thread(deque, named, 0)  # what is left when no server was
         except BaseException as cause:  # whatever they hold now
             for member in live.values():
                 await self.fleet.quarantine(member, cause)
@@ -200,13 +202,17 @@ class SGLangSampler(Sampler):
         for engine, error in failures.items():
             await self.fleet.quarantine(live[engine], error)
 
-    def _keep(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        if not self._kept:  # page-locked, so that a GPU copies at full speed; once, as that takes long
-            self._kept = [(name, _buffer(tensor)) for name, tensor in weights]
-        for (_, kept), (_, tensor) in zip(self._kept, weights, strict=True):
-            kept.copy_(tensor.detach(), non_blocking=True)
+    def _keeping(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same weights, each also copied for servers that come back or join, as the learner changes its own."""
+        self._whole = False
+        for name, tensor in weights:
+            if name not in self._kept:  # page-locked, so that a GPU copies at full speed; once, as that takes long
+                self._kept[name] = _buffer(tensor)
+            self._kept[name].copy_(tensor.detach(), non_blocking=True)
+            yield name, tensor
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
+        self._whole = True
 
     async def _bring(
         self, servers: Sequence[Server], weights: Weights, version: int, *, flush: bool = True
