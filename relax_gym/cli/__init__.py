@@ -49,7 +49,7 @@ def build_app(*, tolerant: bool = False) -> typer.Typer:
     """
     app = new_app("Agentic reinforcement learning of language models, environment first.")
     app.callback()(_options)
-    for command in (runs.train, runs.evaluate, runs.view):
+    for command in (runs.train, runs.evaluate, runs.view, runs.export):
         app.command("eval" if command is runs.evaluate else None)(command)
     app.add_typer(envs.app, name="envs")
     app.add_typer(extend.rewards, name="rewards")

@@ -155,6 +155,21 @@ def view(
         console.print(render_episode(record, tokenizer))
 
 
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="The folder of a run, or of a checkpoint.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
+    checkpoint: Annotated[int | None, typer.Option(help="Step of the run's checkpoint. Default: the newest.")] = None,
+) -> None:
+    """Write a checkpoint's model as a folder that transformers and inference engines load."""
+    from relax_gym import export as exporting
+
+    found = exporting.find_checkpoint(run, checkpoint)
+    if exporting.export(found, out):
+        print(f"{out}: the model of {found}")
+    else:
+        print(f"{out}: a copy of the model in {found}, which is a model folder already")
+
+
 LARGE_PAGE = 100  # MB
 EVALUATION_COLUMNS = ("env", "episodes", "reward", "accuracy", "turns", "tokens", "endings")
 
@@ -190,15 +205,22 @@ def find_model(run: Path, checkpoint: str | None) -> Path | None:
         ModelError: the folder given is no model.
     """
     from relax_gym.errors import RunFolderError
+    from relax_gym.export import holds_model
     from relax_gym.models import check_model
     from relax_gym.run_folder import list_checkpoints
 
     if checkpoint is not None and not checkpoint.isdigit():
         return check_model(Path(checkpoint))
     found = dict(list_checkpoints(run)) if run.is_dir() else {}
-    if checkpoint is None:
-        return found[max(found)] if found else None
-    if int(checkpoint) not in found:
+    if checkpoint is None and not found:
+        return None
+    step = max(found) if checkpoint is None else int(checkpoint)
+    if step not in found:
         steps = ", ".join(map(str, found)) or "none"
         raise RunFolderError(f"{str(run)!r} has no checkpoint of step {checkpoint}; it has: {steps}")
-    return found[int(checkpoint)]
+    if not holds_model(found[step]):
+        raise RunFolderError(
+            f"{found[step]} holds no model, only the learner's state; make one with `relax-gym export {found[step]} "
+            "OUT` and give --checkpoint OUT"
+        )
+    return found[step]

@@ -129,7 +129,7 @@ class Checkpointer:
         """
         if not (folder / FOLDER).is_dir():
             raise RunFolderError(f"{folder} has no {FOLDER}/; give a checkpoint that a Megatron learner has written")
-        stored = self._together(lambda: self._checked(Stored(folder / FOLDER)))
+        stored: Stored = self._together(lambda: self._checked(Stored(folder / FOLDER)))
         self._together(lambda: self._fill(stored))
         return stored.index
 

@@ -75,7 +75,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(len(head).to_bytes(8, "little"))
         file.write(head)
         for tensor in tensors.values():
-            file.write(tensor.flatten().view(torch.uint8).numpy())
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

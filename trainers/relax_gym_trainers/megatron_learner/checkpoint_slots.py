@@ -18,7 +18,8 @@ from megatron.core import parallel_state  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # isort: skip
 
 WEIGHT, REFERENCE, MOMENTS = "weight", "reference", ("exp_avg", "exp_avg_sq")
-Shards = ShardedTensor | ShardedTensorFactory
+Shards = Any
+"""Megatron's `ShardedTensor` or `ShardedTensorFactory`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from relax_gym.context import RunContext
@@ -34,6 +36,8 @@ class MegatronLearner(Learner):
             start_timeout=options.start_timeout,
         )
         self.version = 0
+        self.exports_checkpoints = options.checkpoint_model
+        self._finish: Callable[[], None] | None = None
 
     def step(self, batch: Batch) -> Metrics:
         """See `PolicyLearner.step`."""
@@ -59,14 +63,31 @@ class MegatronLearner(Learner):
         """See `Learner.export`. Only rank 0 writes."""
         self._ranks.call("export", folder)
 
-    def save_state(self, folder: Path) -> None:
-        """See `Learner.save_state`."""
+    def save_state(self, folder: Path) -> Callable[[], None]:
+        """See `Learner.save_state`: all ranks have copied their state to host memory and go on writing it."""
         self._ranks.call("save_state", folder)
+        self._finish = partial(self._ranks.call, "finish_save")
+        return self._finish_save
 
     def load(self, folder: Path) -> None:
-        """See `Learner.load`."""
-        self.version = self._ranks.call("load", folder)
+        """See `Learner.load`. The state may be of another layout; the weights equal those saved, bit for bit."""
+        self.version = self._ranks.call("load_state", folder)
+
+    @classmethod
+    def export_checkpoint(cls, checkpoint: Path, folder: Path) -> None:
+        """See `Learner.export_checkpoint`: in this process, on the CPU, in the dtype that was trained in."""
+        from relax_gym_trainers.megatron_learner.checkpoint_export import export_checkpoint
+
+        export_checkpoint(checkpoint, folder)
 
     def close(self) -> None:
-        """See `Learner.close`."""
-        self._ranks.close()
+        """See `Learner.close`. What is being written is finished first."""
+        try:
+            self._finish_save()
+        finally:
+            self._ranks.close()
+
+    def _finish_save(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()

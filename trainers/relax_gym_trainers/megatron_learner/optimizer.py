@@ -70,8 +70,8 @@ def apply_gradient(optimizer: Any, *, lr: float, clip: float, step: int) -> floa
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step_with_ready_grads()
-    # One that is not distributed has made Megatron's buffers the parameters' `grad`: the next backward pass would add to
-    # them, and then them to themselves.
+    # One that is not distributed has made Megatron's buffers the parameters' `grad`: the next backward pass would add
+    # to them, and then them to themselves.
     optimizer.zero_grad()
     return norm
 

@@ -29,5 +29,8 @@ class MegatronLearnerOptions(LearnerOptions):
     offload_reference: bool = Field(
         False, description="keep weights of reference and teachers in host memory, on the devices only for their passes"
     )
+    checkpoint_model: bool = Field(
+        True, description="make checkpoints model folders, too; else `relax-gym export` makes one of them"
+    )
     timeout: float = Field(1800.0, gt=0, description="seconds that one call of all ranks may take")
     start_timeout: float = Field(600.0, gt=0, description="seconds until all ranks have loaded the model")

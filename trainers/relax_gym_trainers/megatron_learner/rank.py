@@ -139,8 +139,12 @@ class RankLearner(PolicyLearner):
         """See `Checkpointer.finish`."""
         self._checkpointer.finish()
 
-    def load(self, folder: Path) -> int:
-        """See `Learner.load` and `Checkpointer.load`. Returns the version."""
+    def load(self, folder: Path) -> None:
+        """See `Learner.load` and `Checkpointer.load`."""
+        self.load_state(folder)
+
+    def load_state(self, folder: Path) -> int:
+        """`load`. Returns the version."""
         facts = self._checkpointer.load(folder)
         self.version, self._warming_up = facts["version"], facts["warming_up"]
         self._reference_moved = facts["reference"]
