@@ -1,0 +1,199 @@
+"""The Megatron learner takes the steps of the torch learner, however it is laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from learner_cases import random_batch
+from megatron_learner_kit import Case, Folders, Outcome, batches, by_megatron, by_torch, gap
+
+from relax_gym.types import Batch
+from relax_gym_trainers.megatron_learner.parallel import Layout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOLERANCE = 2e-5  # what is reached is about 5e-6
+
+Expected = Callable[[str, Case], Outcome]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def expected(folders: Folders) -> Expected:
+    """What the torch learner finds, computed once."""
+    known: dict[tuple[str, int], Outcome] = {}
+
+    def find(model: str, case: Case) -> Outcome:
+        key = model, id(case)
+        known[key] = known.get(key) or by_torch(folders[model], case)
+        return known[key]
+
+    return find
+
+
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:
+    assert {name: value for name, value in gap(found, expected).items() if value > tolerance} == {}
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+UPDATES = {"updates_per_step": 2}
+ALL_AT_ONCE = Case(
+    algorithm={"kl_coef": 0.1, "entropy_coef": 0.01},
+    options={**UPDATES, "weight_decay": 0.1},
+    steps=batches(2),
+    temperature=0.8,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", Layout(tp=2)),
+        ("deep", Layout(pp=2, vpp=2)),
+        ("dense", Layout(dp=2, cp=2)),
+        ("experts", Layout(tp=2, ep=2, etp=1)),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_torch_learner(expected: Expected, folders: Folders, model: str, layout: Layout) -> None:
+    (found,) = by_megatron(layout, folders[model], [ALL_AT_ONCE])
+    assert_same(found, expected(model, ALL_AT_ONCE))
+
+
+FIVE = Case(steps=batches(5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", Layout()),
+        ("dense", Layout(tp=2, sequence_parallel=False)),
+        ("dense", Layout(tp=2)),
+        ("dense", Layout(pp=2)),
+        ("deep", Layout(pp=2, vpp=2)),
+        ("dense", Layout(cp=2)),
+        ("dense", Layout(dp=2)),
+        ("dense", Layout(tp=2, pp=2)),
+        ("dense", Layout(dp=2, cp=2)),
+        ("experts", Layout()),
+        ("experts", Layout(dp=2, ep=2)),
+        ("experts", Layout(cp=2, ep=2)),
+        ("experts", Layout(tp=2)),
+        ("experts", Layout(tp=2, ep=2, etp=1)),
+        ("experts", Layout(tp=2, dp=2, ep=2, etp=2)),
+    ],
+    ids=str,
+)
+def test_five_steps_are_those_of_the_torch_learner(
+    expected: Expected, folders: Folders, model: str, layout: Layout
+) -> None:
+    (found,) = by_megatron(layout, folders[model], [FIVE])
+    assert_same(found, expected(model, FIVE))
+    assert found.metrics[0]["loss"] == pytest.approx(expected(model, FIVE).metrics[0]["loss"], abs=1e-6)
+
+
+# Algorithms -----------------------------------------------------------------------------------------------------------
+
+NAMES = [
+    "cispo",
+    "dapo",
+    "dr_grpo",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "rloo",
+    "sapo",
+    "sft",
+]
+NEEDED = {"dr_grpo": {"token_sum_norm": 8.0}}
+MASKED = {"correction_level": "sequence", "sequence_mask_delta": 0.05, "old_logprobs": "recompute"}
+K1, K3 = {"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.1, "kl_reward_estimator": "k3", "old_logprobs": "recompute"}
+SCHEDULE = {"schedule": "cosine", "warmup_steps": 1, "grad_clip": 0.05}
+MIXTURE = ({"loss_weight": 0.5}, {"algorithm": {"name": "sapo"}, "loss_weight": 2.0})
+
+
+def mixed(batch: Batch) -> Batch:
+    """Odd groups are of the second env."""
+    names = list(dict.fromkeys(sample.group_id for sample in batch.samples))
+    samples = [dataclasses.replace(sample, mixture=names.index(sample.group_id) % 2) for sample in batch.samples]
+    return dataclasses.replace(batch, samples=samples)
+
+
+ALGORITHMS = {
+    **{name: Case(algorithm={"name": name, **NEEDED.get(name, {})}, options=UPDATES) for name in NAMES},
+    "grpo again and again": Case(algorithm={"dual_clip": 3.0}, options={**UPDATES, "epochs": 2}),
+    "kl loss": Case(algorithm={"kl_coef": 0.1, "kl_estimator": "k2"}, steps=batches(2), temperature=0.7, never=(0, 1)),
+    "kl reward": Case(algorithm=K3, steps=batches(2)),
+    "kl reward, whitened": Case(algorithm={"name": "reinforce_pp", **K1}, steps=batches(2)),
+    "tis": Case(algorithm={"correction": "tis", "old_logprobs": "recompute"}, options=UPDATES),
+    "icepop": Case(algorithm={"correction": "icepop", **MASKED}, options=UPDATES),
+    "a warm-up": Case(algorithm={"kl_coef": 0.1}, imitated=batches(2), steps=batches(2)),
+    "a schedule": Case(options=SCHEDULE, steps=batches(2)),
+    "two envs": Case(envs=MIXTURE, steps=[mixed(random_batch(groups=4, size=2))], options=UPDATES),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=False), Layout(pp=2), Layout(dp=2, cp=2)], ids=str)
+def test_every_algorithm_does_the_same_on_every_kind_of_layout(
+    expected: Expected, folders: Folders, layout: Layout
+) -> None:
+    for (name, case), found in zip(
+        ALGORITHMS.items(), by_megatron(layout, folders["dense"], list(ALGORITHMS.values())), strict=True
+    ):
+        apart = {key: value for key, value in gap(found, expected("dense", case)).items() if value > TOLERANCE}
+        assert apart == {}, name
+
+
+# Micro-batches --------------------------------------------------------------------------------------------------------
+
+
+def budgets(*each: int) -> list[Case]:
+    return [Case(options={"micro_batch_tokens": budget, **UPDATES}) for budget in each]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(cp=2)], ids=str)
+def test_k24_the_gradient_is_the_same_however_many_micro_batches_there_are(
+    expected: Expected, folders: Folders, layout: Layout
+) -> None:
+    """With a budget of 1 each sample is alone, which is what packing may not differ from."""
+    for found in by_megatron(layout, folders["dense"], budgets(1, 24, 64, 4096)):
+        assert_same(found, expected("dense", ALGORITHMS["grpo"]))
+
+
+def without(batch: Batch, *, keep: int) -> Batch:
+    """The first `keep` samples have advantages, the others none."""
+    samples = [dataclasses.replace(s, advantages=s.advantages * (i < keep)) for i, s in enumerate(batch.samples)]
+    return dataclasses.replace(batch, samples=samples)
+
+
+def first(batch: Batch, count: int) -> Batch:
+    return dataclasses.replace(batch, samples=batch.samples[:count])
+
+
+FEW = {
+    "one sample": Case(algorithm={"kl_coef": 0.1}, steps=[first(random_batch(), 1)]),
+    "one sample, kl reward": Case(algorithm=K3, steps=[first(random_batch(), 1)]),
+    "one sample with an advantage": Case(steps=[without(random_batch(), keep=1)]),
+    "three samples": Case(steps=[first(random_batch(), 3)], imitated=[first(random_batch(1), 1)]),
+    "no advantage": Case(steps=[without(random_batch(), keep=0), *batches(1)]),
+    "no sample": Case(steps=[first(random_batch(), 0)]),
+}
+
+
+def test_k25_ranks_without_samples_go_on_with_the_others(expected: Expected, folders: Folders) -> None:
+    for (name, case), found in zip(
+        FEW.items(), by_megatron(Layout(dp=2), folders["dense"], list(FEW.values())), strict=True
+    ):
+        apart = {key: value for key, value in gap(found, expected("dense", case)).items() if value > TOLERANCE}
+        assert apart == {}, name
