@@ -20,7 +20,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig
 
-    from relax_gym_trainers.megatron_learner import hf, model
+    from relax_gym_trainers.megatron_learner import compat, hf, model
     from relax_gym_trainers.megatron_learner.checkpoint import FOLDER, check
     from relax_gym_trainers.megatron_learner.checkpoint_files import Stored
     from relax_gym_trainers.megatron_learner.checkpoint_slots import fill, slots
@@ -32,7 +32,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     stored, layout = Stored(state), Layout()
     config = AutoConfig.from_pretrained(state).get_text_config()
     check(stored, config)
-    with tempfile.TemporaryDirectory() as meeting:
+    with compat.prepared(), tempfile.TemporaryDirectory() as meeting:
         initialise(layout, 0, f"file://{meeting}/point", "gloo")
         try:
             chunks = model.build(config, layout, getattr(torch, stored.index["dtype"]))

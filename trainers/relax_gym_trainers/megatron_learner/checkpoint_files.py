@@ -58,8 +58,10 @@ class Writing:
     def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             write_tensors(path, tensors)
-        except Exception as error:  # reported by `wait`
-            self._error = f"cannot write {path}: {error.strerror or error if isinstance(error, OSError) else error!r}"
+        except OSError as error:
+            self._error = f"cannot write {path}: {error.strerror or error}"
+        except Exception as error:
+            self._error = f"cannot write {path}: {reason(error)}"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
