@@ -158,6 +158,7 @@ NOISE: list[tuple[str, type[Warning]]] = [
     ("MLP requires ffn_hidden_size", DeprecationWarning),
     ("Warning: tp_group is None", DeprecationWarning),
     ("full scope is deprecated", UserWarning),
+    ("MimoModelConfig is experimental", UserWarning),
     ("If you are using transformer_engine as the transformer implementation, the core_attn", UserWarning),
     ("`sequence_parallel` is set to `True`, but tensor model parallel size is 1", UserWarning),
 ]
