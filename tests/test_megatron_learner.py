@@ -42,11 +42,22 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE)
 
 # Layouts --------------------------------------------------------------------------------------------------------------
 
+MIXTURE = ({"loss_weight": 0.5}, {"algorithm": {"name": "sapo"}, "loss_weight": 2.0})
 UPDATES = {"updates_per_step": 2}
+
+
+def mixed(batch: Batch) -> Batch:
+    """Odd groups are of the second env."""
+    names = list(dict.fromkeys(sample.group_id for sample in batch.samples))
+    samples = [dataclasses.replace(sample, mixture=names.index(sample.group_id) % 2) for sample in batch.samples]
+    return dataclasses.replace(batch, samples=samples)
+
+
 ALL_AT_ONCE = Case(
     algorithm={"kl_coef": 0.1, "entropy_coef": 0.01},
+    envs=MIXTURE,
     options={**UPDATES, "weight_decay": 0.1},
-    steps=batches(2),
+    steps=[mixed(batch) for batch in batches(2, groups=4, size=2)],
     temperature=0.8,
 )
 
@@ -118,16 +129,6 @@ NEEDED = {"dr_grpo": {"token_sum_norm": 8.0}}
 MASKED = {"correction_level": "sequence", "sequence_mask_delta": 0.05, "old_logprobs": "recompute"}
 K1, K3 = {"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.1, "kl_reward_estimator": "k3", "old_logprobs": "recompute"}
 SCHEDULE = {"schedule": "cosine", "warmup_steps": 1, "grad_clip": 0.05}
-MIXTURE = ({"loss_weight": 0.5}, {"algorithm": {"name": "sapo"}, "loss_weight": 2.0})
-
-
-def mixed(batch: Batch) -> Batch:
-    """Odd groups are of the second env."""
-    names = list(dict.fromkeys(sample.group_id for sample in batch.samples))
-    samples = [dataclasses.replace(sample, mixture=names.index(sample.group_id) % 2) for sample in batch.samples]
-    return dataclasses.replace(batch, samples=samples)
-
-
 ALGORITHMS = {
     **{name: Case(algorithm={"name": name, **NEEDED.get(name, {})}, options=UPDATES) for name in NAMES},
     "grpo again and again": Case(algorithm={"dual_clip": 3.0}, options={**UPDATES, "epochs": 2}),

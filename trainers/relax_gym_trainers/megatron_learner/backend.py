@@ -68,7 +68,7 @@ class MegatronBackend:
     """See `Backend`. Gradients go to the buffers of Megatron's data-parallel wrapper.
 
     The loss of all micro-batches of all ranks is a sum: its weights have the totals of the update in them. So Megatron
-    is to add gradients and never to average; `calculate_per_token_loss` with one token in all does that.
+    is to add gradients and never to average, which `calculate_per_token_loss` makes it do.
     """
 
     def __init__(self, chunks: Sequence[Any], layout: Layout, options: MegatronLearnerOptions, head: Head) -> None:
@@ -192,7 +192,6 @@ class MegatronBackend:
         total = 0.0
         mine = list(batches)
         shares = [self.share_of(batch) for batch in mine]
-        first = self._is_first_sample_rank
         experts = mine[0].experts if mine else None  # all have them or none
         if experts is not None:
             self.replays[self.chunks[0]].check(experts)
@@ -205,9 +204,7 @@ class MegatronBackend:
                 nonlocal total
                 value, surrogate = end(out, number, shares[number])
                 total += value
-                # In all one "token", which is what Megatron divides the sum of gradients by.
-                count = torch.tensor(int(first and number == 0), dtype=torch.int, device=out.device)
-                return surrogate, count, {}
+                return surrogate, torch.zeros((), dtype=torch.int, device=out.device), {}  # nothing divides by tokens
 
             return hidden, reduce
 
@@ -312,10 +309,6 @@ class MegatronBackend:
     @property
     def _cp_rank(self) -> int:
         return int(parallel_state.get_context_parallel_rank())
-
-    @property
-    def _is_first_sample_rank(self) -> bool:
-        return parallel_state.get_data_parallel_rank() == 0 and self._cp_rank == 0
 
     def _reports(self, value: T) -> list[T]:
         """What the ranks have of which there is one for each share of the samples, and which know its scores."""

@@ -27,13 +27,17 @@ def wrap(chunks: Sequence[Any], options: MegatronLearnerOptions) -> list[Any]:
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=options.distributed_optimizer, grad_reduce_in_fp32=True
     )
-    wrapped = [
+    return [
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    for chunk in chunks:
-        chunk.config.finalize_model_grads_func = finalize_model_grads
-    return wrapped
+
+
+def add_up(wrapped: Sequence[Any]) -> None:
+    """The gradients of this rank's micro-batches become those of all. Once an update, as what was added up would be
+    added up again: Megatron's schedules, which an update of several pieces goes through several times, do not do it.
+    """
+    finalize_model_grads(list(wrapped))
 
 
 def build_optimizer(wrapped: Sequence[Any], options: MegatronLearnerOptions, dtype: torch.dtype) -> Any:
@@ -50,7 +54,8 @@ def build_optimizer(wrapped: Sequence[Any], options: MegatronLearnerOptions, dty
         bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=options.distributed_optimizer,
     )
-    return get_megatron_optimizer(config, list(wrapped))
+    # Without overrides: Megatron's usual ones spare norms and biases the weight decay.
+    return get_megatron_optimizer(config, list(wrapped), config_overrides={})
 
 
 def apply_gradient(optimizer: Any, *, lr: float, clip: float, step: int) -> float:

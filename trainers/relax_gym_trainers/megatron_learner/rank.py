@@ -17,7 +17,7 @@ from relax_gym_trainers.megatron_learner import hf, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
 from relax_gym_trainers.megatron_learner.checkpoint import Checkpointer
 from relax_gym_trainers.megatron_learner.distillation import load_distiller
-from relax_gym_trainers.megatron_learner.optimizer import apply_gradient, build_optimizer, forget, wrap
+from relax_gym_trainers.megatron_learner.optimizer import add_up, apply_gradient, build_optimizer, forget, wrap
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
 from relax_gym_trainers.megatron_learner.ranks import Place
@@ -87,6 +87,7 @@ class RankLearner(PolicyLearner):
     def apply(self, lr: float, *, imitation: bool = False) -> float:
         """See `PolicyLearner.apply`."""
         self._warming_up |= imitation
+        add_up(self.backend.chunks)
         return apply_gradient(self.optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
 
     def leave_warmup(self) -> None:
