@@ -15,7 +15,7 @@ from relax_gym_trainers.torch_learner.logprobs import (
     backward_head,
     combine,
     cut,
-    grad_logits,
+    grad_block,
     score_head,
 )
 
@@ -113,7 +113,7 @@ class _LogProbs(torch.autograd.Function):
         chosen = None if grads[0] is None else grads[0].where(held, 0)
         values = (targets, entropy, normaliser, *grads, chosen)
         grad_hidden, grad_weight, _ = backward_head(
-            ctx, hidden, weight, None, lambda rows: cut(values, rows), grad_logits
+            ctx, hidden, weight, None, lambda rows: cut(values, rows), grad_block
         )
         if _size(ctx.group) > 1:
             dist.all_reduce(grad_hidden, group=ctx.group)

@@ -131,14 +131,15 @@ class _HeadDivergence(torch.autograd.Function):
             return [grads[0][rows], *ctx.target.rows(rows)]
 
         hidden, weight, bias = ctx.saved_tensors
-        into = backward_head(ctx, hidden, weight, bias, values, partial(_grad_logits, ctx.target, ctx.log_softmax))
+        into = backward_head(ctx, hidden, weight, bias, values, partial(_grad_block, ctx.target, ctx.log_softmax))
         return *into, None, None, None, None, None
 
 
-def _grad_logits(
-    target: Target, log_softmax: Callable[[Tensor], Tensor], logits: Tensor, grad: Tensor, *given: Tensor
+def _grad_block(
+    target: Target, log_softmax: Callable[[Tensor], Tensor], raw: Tensor, head: Head, grad: Tensor, *given: Tensor
 ) -> Tensor:
+    logits, slope = head.logits(raw)
     logits.requires_grad_()
     with torch.enable_grad():
         value, _ = target.compare(log_softmax(logits), *given)
-    return torch.autograd.grad(value, logits, grad.to(value))[0]
+    return torch.autograd.grad(value, logits, grad.to(value))[0].mul_(slope)

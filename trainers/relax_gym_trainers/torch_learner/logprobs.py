@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger("relax_gym")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MIN_LOGIT = -1e5
 """Stands for a log-probability of -inf where it is multiplied by its probability, 0."""
@@ -90,7 +94,7 @@ class _HeadLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, *scores = ctx.saved_tensors
         values = (*scores, *grads, grads[0])
-        into = backward_head(ctx, hidden, weight, bias, lambda rows: cut(values, rows), grad_logits)
+        into = backward_head(ctx, hidden, weight, bias, lambda rows: cut(values, rows), grad_block)
         return *into, None, None, None, None, None
 
 
@@ -109,7 +113,7 @@ def score_head(
         ctx.raw = raw = None  # lets go of one chunk's logits before the next one's are there
         ctx.raw = raw = linear(hidden_[rows], weight_, bias)
         for part in blocks(raw):
-            fill(cut(scores, rows), part, reduce(ctx.head.logits(raw[part])[0], targets[rows][part]))
+            fill(cut(scores, rows), part, score_block(raw[part], ctx.head, targets[rows][part]))
     ctx.raw = ctx.raw if keep else None
     return scores
 
@@ -120,12 +124,13 @@ def backward_head(
     weight: Tensor,
     bias: Tensor | None,
     values: Callable[[slice], Sequence[Any]],
-    grad_logits: Callable[..., Tensor],
+    grad_block: Callable[..., Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of hidden states, W and b, `ctx.chunk` tokens at a time, the last first: `ctx.raw` has its W h + b,
     or is None.
 
-    `grad_logits` takes some rows of the logits, which it may overwrite, and those of `values`; it gives their gradient.
+    `grad_block` takes some rows of W h + b, which it may overwrite, the head and those of `values`; it gives the rows'
+    gradient.
     """
     weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
     grad_hidden = torch.empty_like(hidden)
@@ -135,7 +140,7 @@ def backward_head(
     raw, ctx.raw = ctx.raw, None
     for rows in reversed(slices(len(hidden), ctx.chunk)):
         raw = linear(hidden_[rows], weight_, bias) if raw is None else raw
-        _differentiate(raw, ctx.head, values(rows), grad_logits, grad_bias)
+        _differentiate(raw, ctx.head, values(rows), grad_block, grad_bias)
         grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
         if grad_weight is not None:
             _add_product(grad_weight, raw.T, hidden_[rows])
@@ -154,13 +159,12 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _differentiate(
-    raw: Tensor, head: Head, values: Sequence[Any], grad_logits: Callable[..., Tensor], grad_bias: Tensor | None
+    raw: Tensor, head: Head, values: Sequence[Any], grad_block: Callable[..., Tensor], grad_bias: Tensor | None
 ) -> None:
     """Put the gradient of W h + b, [n, V], in its place, and add that of b to `grad_bias`."""
     for part in blocks(raw):
         block = raw[part]
-        logits, slope = head.logits(block)
-        grad = grad_logits(logits, *cut(values, part)).mul_(slope)
+        grad = grad_block(block, head, *cut(values, part))
         block.copy_(grad)  # nothing to do where `grad` is `block`
         if grad_bias is not None:
             grad_bias += grad.sum(0).to(grad_bias.dtype)
@@ -202,6 +206,45 @@ def blocks(raw: Tensor) -> list[slice]:
     return slices(len(raw), max(1, elements // raw.shape[1]))
 
 
+def fused(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that goes over its first argument, a tensor, several times: on a GPU compiled so that it does so as
+    seldom as can be, where there is a compiler."""
+
+    @functools.cache
+    def compiled() -> Callable[P, T]:
+        return torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        first: Any = args[0]
+        if not first.is_cuda or call in _UNCOMPILED:
+            return function(*args, **options)
+        try:
+            return compiled()(*args, **options)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            log.warning("%s is slow on this GPU, as it cannot be compiled: %s", function.__name__, error)
+            _UNCOMPILED.add(call)
+            return function(*args, **options)
+
+    return call
+
+
+_UNCOMPILED: set[Any] = set()
+
+
+@fused
+def score_block(raw: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`reduce` of some rows of W h + b."""
+    return reduce(head.logits(raw)[0], targets)
+
+
+@fused
+def grad_block(raw: Tensor, head: Head, *values: Any) -> Tensor:
+    """`_grad_logits` against W h + b, some rows of it, which are overwritten."""
+    logits, slope = head.logits(raw)
+    return _grad_logits(logits, *values).mul_(slope)
+
+
 def reduce(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The whole vocabulary or a part of it, [n, V] and [n] → [n] each: the highest logit, the target's, and of the
     weights exp(logit − highest) their sum and their sum times logit − highest.
@@ -221,7 +264,7 @@ def combine(peak: Tensor, chosen: Tensor, total: Tensor, mass: Tensor) -> tuple[
     return chosen - normaliser, total.log() - mass / total, normaliser
 
 
-def grad_logits(
+def _grad_logits(
     logits: Tensor,
     targets: Tensor,
     entropy: Tensor,
@@ -242,4 +285,9 @@ def grad_logits(
         p = logits.exp()
         factor = logits.clamp_(min=MIN_LOGIT).add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         p.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
-    return p if grad_chosen is None else p.scatter_add_(-1, targets[:, None], grad_chosen[:, None])
+    if grad_chosen is None:
+        return p
+    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own, with all of p in memory before it
+        ids = torch.arange(p.shape[1], device=p.device)
+        return torch.where(ids == targets[:, None], p + grad_chosen[:, None], p)
+    return p.scatter_add_(-1, targets[:, None], grad_chosen[:, None])
