@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from learner_cases import random_batch
-from megatron_learner_kit import Case, Folders, Outcome, batches, by_megatron, by_torch, gap
+import torch
+from learner_cases import learner, random_batch, weights
+from megatron_learner_kit import (
+    Case,
+    Folders,
+    Outcome,
+    batches,
+    by_megatron,
+    by_torch,
+    gap,
+    on_ranks,
+    rank_learner,
+)
 
 from relax_gym.types import Batch
 from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.megatron_learner.rank_service import Place
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 2e-5  # what is reached is about 5e-6
@@ -198,3 +212,46 @@ def test_k25_ranks_without_samples_go_on_with_the_others(expected: Expected, fol
     ):
         apart = {key: value for key, value in gap(found, expected("dense", case)).items() if value > TOLERANCE}
         assert apart == {}, name
+
+
+# bfloat16 -------------------------------------------------------------------------------------------------------------
+
+SMALL_STEPS = Case(options={"dtype": "bfloat16", "eps": 1e-8, "micro_batch_tokens": 4096}, steps=[])
+NORM = "model.norm.weight"
+
+
+def small_steps(layout: Layout, place: Place, folder: Path) -> dict[str, Any]:
+    """What is published after one step of 5e-4 and after twelve, and whether it is the float32 copies rounded."""
+    trainer = rank_learner(layout, place, 0, folder, SMALL_STEPS)
+    parameters = [parameter for chunk in trainer.backend.chunks for parameter in chunk.parameters()]
+    published, metrics = [weights(trainer)], []
+    for count in (1, 11):
+        metrics += [trainer.imitate(random_batch(), lr=5e-4) for _ in range(count)]
+        published.append(weights(trainer))
+    masters = [parameter.main_param for parameter in parameters]
+    pairs = zip(masters, parameters, strict=True)
+    trainer.close()
+    return {
+        "published": published,
+        "losses": [step["loss"] for step in metrics],
+        "masters": {master.dtype for master in masters},
+        "rounded": all(torch.equal(one.detach().flatten().bfloat16(), two.detach().flatten()) for one, two in pairs),
+    }
+
+
+def test_bfloat16_loses_no_small_update(folders: Folders) -> None:
+    """The spacing of bfloat16 below 1 is 0.004: what one step of 5e-4 does to a norm's weights shows after several."""
+    found = on_ranks(Layout(tp=2), small_steps, folders["dense"])[0]
+    start, one, twelve = found["published"]
+    assert {tensor.dtype for tensor in twelve.values()} == {torch.bfloat16}
+    assert found["masters"] == {torch.float32}
+    assert found["rounded"]
+    assert torch.equal(one[NORM], start[NORM])
+    assert (twelve[NORM] != start[NORM]).float().mean() > 0.5
+    options = {**SMALL_STEPS.options, "dtype": "float32"}
+    reference = learner(SMALL_STEPS.context(folders["dense"]), **options)
+    losses = [reference.imitate(random_batch(), lr=5e-4)["loss"] for _ in range(12)]
+    assert found["losses"] == pytest.approx(losses, rel=0.01)
+    assert found["losses"][0] - found["losses"][-1] == pytest.approx(losses[0] - losses[-1], rel=0.1)
+    for name, tensor in reference.weights():
+        assert (twelve[name].float() - tensor).abs().max() < 0.005 * max(1.0, tensor.abs().max().item()), name
