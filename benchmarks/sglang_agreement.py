@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang_kit import DEVICE, GPU, SHAPES, build_model, finish, machine, make_sampler, parser, server_setup
+from sglang_kit import finish, machine, make_sampler, parser, server_setup
 from sglang_offline import random_ids
+from shapes import DEVICE, GPU, SHAPES, build_model
 from transformers import PreTrainedModel
 
 from relax_gym.sampler import SamplingParams

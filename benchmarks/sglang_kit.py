@@ -1,8 +1,4 @@
-"""Models, samplers and arguments that the SGLang benchmarks share.
-
-Models have the shape of Qwen3 and random weights, and nothing that ends a completion early: no end-of-sequence token in
-the config, the generation config or the tokenizer.
-"""
+"""Samplers and arguments that the SGLang benchmarks share."""
 
 from __future__ import annotations
 
@@ -12,15 +8,13 @@ import os
 import runpy
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import describe
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from shapes import DEVICE, GPU
 
 from relax_gym.config import RunConfig
 from relax_gym.context import RunContext
@@ -30,79 +24,6 @@ from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-GPU = torch.cuda.is_available()
-DEVICE = "cuda:0" if GPU else "cpu"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a Qwen3, or with `experts` of a Qwen3-MoE. `head_dim` is that of attention."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocabulary: int = 151_936
-    head_dim: int = 128
-    experts: int = 0
-
-
-SHAPES = {
-    "0.6b": Shape(hidden=1024, layers=28, heads=16, kv_heads=8, intermediate=3072),
-    "4b": Shape(hidden=2560, layers=36, heads=32, kv_heads=8, intermediate=9728),
-    "tiny": Shape(hidden=64, layers=3, heads=4, kv_heads=2, intermediate=192, vocabulary=512, head_dim=16),
-    "moe": Shape(
-        hidden=512, layers=6, heads=8, kv_heads=4, intermediate=256, vocabulary=32_000, head_dim=64, experts=32
-    ),
-    "tiny-moe": Shape(
-        hidden=64, layers=3, heads=4, kv_heads=2, intermediate=32, vocabulary=512, head_dim=16, experts=8
-    ),
-}
-
-
-def build_model(size: str, folder: Path, dtype: torch.dtype, *, logit_std: float | None = None) -> Path:
-    """Write model and tokenizer; the folder. A random model is nearly uniform over its vocabulary; `logit_std` gives it
-    a head of its own, not tied to the embeddings, whose logits are so far from their mean."""
-    shape = SHAPES[size]
-    experts = {
-        "num_experts": shape.experts,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": shape.intermediate,
-        "norm_topk_prob": True,
-    }
-    config = AutoConfig.for_model(
-        "qwen3_moe" if shape.experts else "qwen3",
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=8192,
-        tie_word_embeddings=logit_std is None,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **(experts if shape.experts else {}),
-    )
-    torch.manual_seed(0)
-    with torch.device(DEVICE), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if logit_std is not None:
-            model.get_output_embeddings().weight.normal_(0, logit_std / shape.hidden**0.5)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder, max_shard_size="100GB")
-    write_tokenizer(shape.vocabulary, folder)
-    return folder
-
-
-def write_tokenizer(size: int, folder: Path) -> None:
-    """One word for each id, no special tokens."""
-    tokenizer = Tokenizer(models.WordLevel({f"t{id}": id for id in range(size)}, unk_token="t0"))
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def read_weights(folder: Path, device: str = DEVICE) -> dict[str, torch.Tensor]:

@@ -25,18 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_kit import (
-    SHAPES,
-    build_model,
-    child_environment,
-    finish,
-    machine,
-    make_sampler,
-    parser,
-    read_weights,
-    server_setup,
-)
+from sglang_kit import child_environment, finish, machine, make_sampler, parser, read_weights, server_setup
 from sglang_offline import WAYS, completion_length, random_ids
+from shapes import SHAPES, build_model
 
 from relax_gym.sampler import SamplingParams
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_kit import DEVICE, GPU, SHAPES, build_model, finish, machine, make_sampler, parser, read_weights
+from sglang_kit import finish, machine, make_sampler, parser, read_weights
+from shapes import DEVICE, GPU, SHAPES, build_model
 
 from relax_gym.errors import SamplerError
 from relax_gym.sampler import SamplingParams
