@@ -115,6 +115,7 @@ def transformer_config(
         "gated_linear_unit": True,
         "activation_func": silu,
         "add_bias_linear": False,
+        "bias_activation_fusion": torch.cuda.is_available(),  # of a gate, without a bias too
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # Cosines and sines times a factor on queries and keys are scores times its square.

@@ -55,7 +55,12 @@ def build_optimizer(wrapped: Sequence[Any], options: MegatronLearnerOptions, dty
         use_distributed_optimizer=options.distributed_optimizer,
     )
     # Without overrides: Megatron's usual ones spare norms and biases the weight decay.
-    return get_megatron_optimizer(config, list(wrapped), config_overrides={})
+    optimizer = get_megatron_optimizer(config, list(wrapped), config_overrides={})
+    for one in parts(optimizer):
+        if isinstance(one.optimizer, torch.optim.AdamW):  # not Apex's, nor Transformer Engine's
+            for group in one.optimizer.param_groups:
+                group["fused"] = True  # one kernel
+    return optimizer
 
 
 def apply_gradient(optimizer: Any, *, lr: float, clip: float, step: int) -> float:
