@@ -1,4 +1,4 @@
-"""The ranks of the Megatron learner, started by torchrun: who trains, who serves, and how all end together."""
+"""The ranks of the Megatron learner, started by torchrun or Ray: who trains, who serves, how all end together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from typing import Any
 
 import pytest
 from command import run
+from learner_cases import context, qwen3, random_batch, save_model
 from test_megatron_ranks import gone
+
+from relax_gym.errors import ConfigError, TrainingError
+from relax_gym_trainers.megatron_learner.learner import MegatronLearner
+from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
+from relax_gym_trainers.megatron_learner.ranks import Ranks
+from relax_gym_trainers.megatron_learner.ray_ranks import RayOther
 
 ROOT = Path(__file__).parent.parent
 PARTS = ["", "envs", "trainers", "rewards", "plugins"]
@@ -135,3 +142,32 @@ def test_only_the_first_of_several_rehearses(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert run(capsys, "train", config(tmp_path), "--dry-run") == (0, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_k110_ranks_on_a_ray_cluster_train_and_one_that_dies_is_named(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed; it is in the extra `ray`")
+    folder = save_model(tmp_path / "model", qwen3())
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        options = MegatronLearnerOptions.model_validate({"dtype": "float32", "tp": 2, "launcher": "ray"})
+        learner = MegatronLearner(context(folder), options)
+        assert learner.step(random_batch())["updates"] == 1
+        other = learner._ranks._others[0]
+        assert isinstance(other, RayOther)
+        ray.kill(other._actor)
+        with pytest.raises(TrainingError, match=r"in step, rank 1 of 2 on [0-9.]+ has ended: ") as caught:
+            learner.step(random_batch(1))
+        assert "all ranks have been ended" in str(caught.value)
+        again = Ranks(2, "ranks_kit:Plain", launcher="ray")  # what was taken is free
+        assert again.call("get", "place").world == 2
+        again.close()
+    finally:
+        ray.shutdown()
+
+
+def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r'learner.launcher = "ray" needs Ray: pip install "relax-gym\[ray\]" on all'):
+        Ranks(2, "ranks_kit:Plain", launcher="ray")

@@ -13,6 +13,8 @@ from relax_gym.types import Batch, Metrics
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.ranks import Ranks
 
+BUCKET_BYTES = 1 << 28
+"""Of weights that are gathered while as many before them are sent."""
 ENTRY = "relax_gym_trainers.megatron_learner.rank:RankLearner"
 
 
@@ -32,6 +34,7 @@ class MegatronLearner(Learner):
             ENTRY,
             (context, options),
             logs=context.run_dir / "learner",
+            launcher=options.launcher,
             timeout=options.timeout,
             start_timeout=options.start_timeout,
         )
@@ -51,12 +54,12 @@ class MegatronLearner(Learner):
         return metrics
 
     def weights(self) -> Weights:
-        """New tensors on rank 0's device, in the dtype that is trained in, gathered from all ranks some at a time: those
-        that come next while these are used. May be left at any point: no rank waits for the rest to be asked for."""
+        """New tensors on rank 0's device, in the dtype that is trained in, gathered some at a time: the next ones while
+        these are used. May be left at any point: no rank waits for the rest to be asked for."""
         self._ranks.call("begin_weights")
-        following = self._ranks.begin("next_weights")
+        following = self._ranks.begin("next_weights", BUCKET_BYTES)
         while some := following():
-            following = self._ranks.begin("next_weights")
+            following = self._ranks.begin("next_weights", BUCKET_BYTES)
             yield from some
 
     def export(self, folder: Path) -> None:

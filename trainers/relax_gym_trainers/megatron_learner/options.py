@@ -32,5 +32,9 @@ class MegatronLearnerOptions(LearnerOptions):
     checkpoint_model: bool = Field(
         True, description="make checkpoints model folders, too; else `relax-gym export` makes one of them"
     )
+    launcher: Literal["processes", "ray"] = Field(
+        "processes",
+        description='start ranks as children of the trainer, or on a "ray" cluster; torchrun has its own',
+    )
     timeout: float = Field(1800.0, gt=0, description="seconds that one call of all ranks may take")
     start_timeout: float = Field(600.0, gt=0, description="seconds until all ranks have loaded the model")

@@ -111,13 +111,13 @@ class RankLearner(PolicyLearner):
         """The first of `next_weights` follow."""
         self._gathering = iter(self._export)
 
-    def next_weights(self) -> list[tuple[str, Tensor]]:
-        """About `BUCKET_BYTES` of the weights that follow; nothing after the last."""
+    def next_weights(self, nbytes: int) -> list[tuple[str, Tensor]]:
+        """`nbytes` or a little more of the weights that follow; nothing after the last."""
         some, size = [], 0
         for name, tensor in self._gathering:
             some.append((name, tensor))
             size += tensor.nbytes
-            if size >= BUCKET_BYTES:
+            if size >= nbytes:
                 break
         return some if self._writes else []
 

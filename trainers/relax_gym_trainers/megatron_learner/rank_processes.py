@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
@@ -63,10 +63,22 @@ def serve() -> None:
     if isinstance(told, str):
         raise ConfigError(told)
     host, port, key = told
-    link = Client((host, port), authkey=bytes.fromhex(key))
-    link.send(launched_rank())
     place = Place(rank=launched_rank() or 0, world=int(os.environ["WORLD_SIZE"]), init_method="env://")
-    serve_link(link, place, parent=None, linger=LINGER_SECONDS)
+    serve_link(connect((host, port), bytes.fromhex(key), place), place, parent=None, linger=LINGER_SECONDS)
+
+
+def connect(address: tuple[str, int], key: bytes, place: Place) -> Link:
+    """Join rank 0, which `listen`s."""
+    link = _prompt(Client(address, authkey=key))
+    link.send(place.rank)
+    return link
+
+
+def _prompt(link: Link) -> Link:
+    """Without the 40 ms that TCP holds small messages back."""
+    with socket.socket(fileno=os.dup(link.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
 
 
 class Other:
@@ -188,12 +200,15 @@ def spawn(place: Place, env: Mapping[str, str], logs: Path | None) -> Other:
     return Other(place.rank, Link(mine.detach()), process, log, size)
 
 
-def meeting_point() -> tuple[Any, str]:
-    """A store at a port that nobody else can have taken, and how ranks find it. It ends when it is dropped."""
+def meeting_point(host: str = "127.0.0.1") -> tuple[Any, str]:
+    """A store at a port that nobody else can have taken, and how ranks find it. It ends when it is dropped.
+
+    `host` is this machine's address as all ranks reach it.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    return store, f"tcp://127.0.0.1:{store.port}"
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    return store, f"tcp://{host}:{store.port}"
 
 
 def _rendezvous(timeout: timedelta) -> Any:
@@ -216,27 +231,45 @@ def join(world: int, deadline: float) -> list[Other]:
         raise ConfigError(refusal)
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
-    key = secrets.token_bytes(32)
-    listener = Listener(("127.0.0.1" if one_host else "", 0), backlog=world, authkey=key)
+    listener, key = listen("127.0.0.1" if one_host else "", world)
     store.set(RENDEZVOUS_KEY, json.dumps([host, listener.address[1], key.hex()]))
-    joined: queue.SimpleQueue[Other] = queue.SimpleQueue()
-    threading.Thread(target=_accept, args=(listener, world - 1, joined), daemon=True).start()
-    others: dict[int, Other] = {}
-    while len(others) < world - 1:
-        try:
-            other = joined.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            missing = sorted(set(range(1, world)) - set(others))
-            raise TrainingError(f"ranks {missing} of {world} did not join; do they run `serve`?") from None
-        others[other.rank] = other
+    links = accept(listener, world, deadline)
     store.delete_key(RENDEZVOUS_KEY)
-    return [others[rank] for rank in range(1, world)]
+    return [Other(rank, links[rank]) for rank in range(1, world)]
 
 
-def _accept(listener: Listener, count: int, joined: queue.SimpleQueue[Other]) -> None:
+def listen(host: str, world: int) -> tuple[Listener, bytes]:
+    """Where the other ranks connect to, and the key that they need. `host` is "" for all interfaces."""
+    key = secrets.token_bytes(32)
+    return Listener((host, 0), backlog=world, authkey=key), key
+
+
+def accept(
+    listener: Listener, world: int, deadline: float, check: Callable[[], None] = lambda: None
+) -> dict[int, Link]:
+    """The links to ranks 1 to `world` - 1, each of which says its rank first. `check` raises when one cannot come.
+
+    Raises TrainingError when some have not joined at `deadline`.
+    """
+    joined: queue.SimpleQueue[tuple[int, Link]] = queue.SimpleQueue()
+    threading.Thread(target=_accept, args=(listener, world - 1, joined), daemon=True).start()
+    links: dict[int, Link] = {}
+    while len(links) < world - 1:
+        try:
+            rank, link = joined.get(timeout=1.0)
+            links[rank] = link
+        except queue.Empty:
+            check()
+            if time.monotonic() > deadline:
+                missing = sorted(set(range(1, world)) - set(links))
+                raise TrainingError(f"ranks {missing} of {world} did not join; do they run `serve`?") from None
+    return links
+
+
+def _accept(listener: Listener, count: int, joined: queue.SimpleQueue[tuple[int, Link]]) -> None:
     with listener:
         while count:
             with contextlib.suppress(OSError, EOFError, AuthenticationError):  # not one of ours
-                link = listener.accept()
-                joined.put(Other(link.recv(), link))
+                link = _prompt(listener.accept())
+                joined.put((link.recv(), link))
                 count -= 1

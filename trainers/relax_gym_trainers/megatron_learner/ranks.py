@@ -17,11 +17,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from relax_gym.errors import RelaxGymError, TrainingError, reason
 from relax_gym.launch import launched_rank
 from relax_gym.workers import Worker
+from relax_gym_trainers.megatron_learner import ray_ranks
 from relax_gym_trainers.megatron_learner.rank_processes import (
     GRACE_SECONDS,
     Answers,
@@ -61,13 +62,15 @@ class Ranks:
         *,
         env: Sequence[Mapping[str, str]] = (),
         logs: Path | None = None,
+        launcher: Literal["processes", "ray"] = "processes",
         timeout: float = 1800.0,
         start_timeout: float = 600.0,
     ) -> None:
         """Start the other ranks, unless a launcher has, and make the object on all.
 
-        `env` [world] is what is set in the environment of each rank but 0; output goes to `rank-1.log`, … in the folder
-        `logs`, or to this process's. `timeout` is the most seconds of a call.
+        `env` [world] is what is set in the environment of each rank's process but 0; output goes to `rank-1.log`, … in
+        the folder `logs`, or to this process's. The ranks are children of this process or actors of a Ray cluster, as
+        `launcher` says. `timeout` is the most seconds of a call.
 
         Raises:
             ConfigError: a launcher has started another number of processes.
@@ -82,22 +85,31 @@ class Ranks:
         self._thread: int | None = None
         self._here = Worker("rank 0")
         self._others: list[Other] = []
-        self._shared = launched_rank() is None
+        self._free: Callable[[], None] | None = None
+        self._shared = launched_rank() is None and launcher == "processes"
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's own would end this process
-        deadline = time.monotonic() + start_timeout
         try:
-            if self._shared:
-                self._store, init_method = meeting_point()
-                for rank in range(1, world):
-                    place = Place(rank=rank, world=world, init_method=init_method)
-                    self._others.append(spawn(place, env[rank] if env else {}, logs))
-            else:
-                self._others, init_method = join(world, deadline), "env://"
+            init_method = self._start(launcher, env, logs, start_timeout)
             self._place = Place(rank=0, world=world, init_method=init_method)
             self._begin(START, (entry, arguments), start_timeout)()
         except BaseException:
             self._end()
             raise
+
+    def _start(self, launcher: str, env: Sequence[Mapping[str, str]], logs: Path | None, timeout: float) -> str:
+        """Have the other ranks; where they meet."""
+        if launched_rank() is not None:
+            self._others = join(self.world, time.monotonic() + timeout)
+            return "env://"
+        if launcher == "ray":
+            cluster = ray_ranks.start(self.world, logs, timeout)
+            self._store, self._others, self._free = cluster.store, cluster.others, cluster.free
+            return cluster.init_method
+        self._store, init_method = meeting_point()
+        for rank in range(1, self.world):
+            place = Place(rank=rank, world=self.world, init_method=init_method)
+            self._others.append(spawn(place, env[rank] if env else {}, logs))
+        return init_method
 
     def call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
         """What rank 0's object returns from `method(*arguments)`, which all ranks call at the same time.
@@ -243,6 +255,8 @@ class Ranks:
                 log.warning("rank 0 is still busy in its thread; it is left alone")
         for other in self._others:
             other.release()
+        if self._free is not None:
+            self._free()
         self._others, self._store = [], None
 
     def _leave(self, left: threading.Event) -> None:

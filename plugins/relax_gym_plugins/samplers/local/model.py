@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
 from relax_gym.types import Placed
 from relax_gym_plugins.samplers.local.cache import ShapeProbe, SlotCache, pages
 from relax_gym_plugins.samplers.local.contexts import Context, Ids, Positions
+from relax_gym_plugins.samplers.local.names import checkpoint_views
 from relax_gym_plugins.samplers.local.packing import PackedLinears
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -188,14 +190,19 @@ class ModelRunner:
         Raises:
             SamplerError: names the missing, unknown or misshapen tensors.
         """
-        own = self.model.state_dict(keep_vars=True)
+        state = self.model.state_dict(keep_vars=True)
+        own, whole = dict(state), {name: name for name in state}
+        for name, stacked, view in checkpoint_views(state):
+            own[name], whole[name] = view, stacked
         unknown = sorted(weights.keys() - own.keys())
-        given = {id(own[name]) for name in weights.keys() - set(unknown)}
-        missing = [name for name, parameter in self.model.named_parameters() if id(parameter) not in given]
+        given = Counter[int]()
+        for name in weights.keys() - set(unknown):
+            given[id(state[whole[name]])] += own[name].numel()
+        missing = [name for name, p in self.model.named_parameters() if given[id(p)] < p.numel()]
         if unknown or missing:
             raise SamplerError(
                 f"weights do not fit {type(self.model).__name__}: missing {_some(missing)}; unknown {_some(unknown)}; "
-                "give every parameter under its Hugging Face name, tied ones once"
+                "give every parameter under its Hugging Face name, tied ones once, experts stacked or each by itself"
             )
         for name, tensor in weights.items():
             if tensor.shape != own[name].shape:
