@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from learner_cases import context, learner, random_batch, save_model
+from learner_cases import context, learner, random_batch, sample, save_model
 from megatron_learner_kit import (
     EXPERTS,
     OPTIONS,
@@ -52,7 +52,11 @@ TOLERANCE = 1e-5
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A student and teachers of the same vocabulary, by name."""
     root = tmp_path_factory.mktemp("models")
-    changed = {"student": {"tie_word_embeddings": True}, "t1": {"tie_word_embeddings": True}, "t2": {}}
+    changed: dict[str, dict[str, Any]] = {
+        "student": {"tie_word_embeddings": True},
+        "t1": {"tie_word_embeddings": True},
+        "t2": {},
+    }
     changed |= {"wider": {"vocab_size": 67}, "larger": {"hidden_size": 64}, "uneven": {"num_hidden_layers": 3}}
     made: dict[str, Any] = {
         name: Qwen3Config(**{**TINY, "num_hidden_layers": 4, **values}) for name, values in changed.items()
@@ -160,6 +164,13 @@ def test_ranks_with_different_numbers_of_a_teachers_micro_batches_meet_in_its_co
     assert max(gap(ours, by_torch(Path(models["experts"]), case)).values()) < TOLERANCE
 
 
+def test_samples_without_trained_tokens_teach_nothing(models: dict[str, str]) -> None:
+    untrained = [Batch(version=0, samples=[sample([3, 4, 5], [0, 0, 0])])]
+    kinds = [Case(algorithm=opd(models["t1"], level=level), steps=untrained) for level in ("reward", "loss")]
+    for found in by_megatron(Layout(), Path(models["student"]), kinds):
+        assert found.metrics[0]["trained_tokens"] == found.metrics[0]["grad_norm"] == 0
+
+
 def refusals(layout: Layout, place: Place, models: dict[str, str]) -> list[tuple[str, str]]:
     found = []
     for number, (name, algorithm) in enumerate([("uneven", {}), ("gpt2", {}), ("t1", {"top_k": 62})]):
@@ -196,16 +207,16 @@ class Engine(Teacher):
         self.asked += 1
         if self.asked >= self.fails_at:
             raise TrainingError("the machine of the teacher is gone")
-        return [opinion(sample, top_k) for sample in samples]
+        return [opinion(one, top_k) for one in samples]
 
     def close(self) -> None:
         self.closed = True
 
 
-def opinion(sample: Any, top_k: int) -> TeacherScores:
-    generator = torch.Generator().manual_seed(int(sample.token_ids.sum()))
-    logits = torch.randn(sample.trained_tokens, 61, generator=generator).log_softmax(-1)
-    targets = torch.from_numpy(sample.token_ids[sample.loss_mask == 1].astype("int64"))
+def opinion(one: Any, top_k: int) -> TeacherScores:
+    generator = torch.Generator().manual_seed(int(one.token_ids.sum()))
+    logits = torch.randn(one.trained_tokens, 61, generator=generator).log_softmax(-1)
+    targets = torch.from_numpy(one.token_ids[one.loss_mask == 1].astype("int64"))
     sampled = logits.gather(-1, targets[:, None])[:, 0].numpy()
     if not top_k:
         return TeacherScores(logprobs=sampled)
@@ -337,6 +348,28 @@ def test_a_reference_is_swapped_for_a_pass_and_back_whatever_happens() -> None:
         assert {value.device.type for value in reference.values} == {"cpu"}
         reference.stay_out()
         assert [p.data_ptr() for p in parameters] == [value.data_ptr() for value in reference.values]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_frozen_weights_are_pinned_and_take_its_memory_only_for_a_pass() -> None:
+    parameters = [torch.nn.Parameter(torch.randn(1 << 22, device="cuda")) for _ in range(4)]
+    before = torch.cuda.memory_allocated()
+    reference = Reference(parameters, offload=True)
+    reference.take()
+    expected = [parameter.detach().sum() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.mul_(2)
+    assert all(value.is_pinned() for value in reference.values)
+    for _ in range(10):
+        with reference.inside():
+            assert torch.equal(torch.stack([p.sum() for p in parameters]), torch.stack(expected))
+        assert torch.equal(torch.stack([p.sum() for p in parameters]), 2 * torch.stack(expected))
+    del expected, parameter
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    reference.stay_out()
+    assert before - torch.cuda.memory_allocated() > 60 << 20
+    with reference.inside():
+        assert {parameter.device.type for parameter in parameters} == {"cuda"}
 
 
 def offloading(layout: Layout, place: Place, models: dict[str, str], case: Case) -> list[Any]:

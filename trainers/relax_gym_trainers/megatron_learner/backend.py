@@ -129,8 +129,9 @@ class MegatronBackend:
             found[number] = look(hidden, batches[number], share)
             return 0.0, hidden.new_zeros(())
 
-        with torch.no_grad():
-            self._run(batches, end, forward_only=True)
+        if batches:  # no rank has any, otherwise
+            with torch.no_grad():
+                self._run(batches, end, forward_only=True)
         return found
 
     def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:

@@ -29,7 +29,7 @@ from relax_gym_trainers.megatron_learner.backend import Look, MegatronBackend, R
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan
 from relax_gym_trainers.megatron_learner.divergence import SharedTop, SharedVocabulary, shared_top
 from relax_gym_trainers.megatron_learner.families.base import number_of_experts
-from relax_gym_trainers.reference import on_host
+from relax_gym_trainers.reference import on_host, settle
 from relax_gym_trainers.torch_learner.distillation import Distiller, check_top
 from relax_gym_trainers.torch_learner.divergence import Form, Target
 from relax_gym_trainers.torch_learner.logprobs import Head
@@ -91,6 +91,7 @@ class RankTeacher(Teacher):
             return (on_host(features) if self._offload else features), targets
 
         found, head = self._read(padded, look)
+        settle([self.backend.device] if self._offload else [])
         options = {"head": head, "dtype": self.backend.head.dtype, "group": group, "form": form}
         return [
             None if said is None else SharedVocabulary(features=said[0], targets=said[1], **options)
