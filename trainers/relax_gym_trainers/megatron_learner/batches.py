@@ -34,7 +34,7 @@ Bin = list[int]
 class PackedBatch:
     """What one forward pass takes: T tokens in S sequences that do not see one another.
 
-    `ids`, `positions` [T]; pads have id 0. `cu_seqlens` [S + 1] int32 are the ends of the padded sequences, and
+    `ids`, `positions` [T], or [3, T] of several axes; pads have id 0. `cu_seqlens` [S + 1] int32 are the ends of the padded sequences, and
     `max_length` is the longest's. For the N trained tokens of the S samples: `predictors` index the T hidden states,
     `targets` are the token ids, `sample` in [0, S) says whose they are, `logprobs` and `advantages` come from the
     samples. `token_counts` is [S], `real_tokens` counts no pads. `experts` [T, layers, top_k] are `UNROUTED` where
@@ -260,11 +260,13 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: type | None) -> NDArray[Any]:
 class ContextShare:
     """What one context-parallel rank computes of a micro-batch: T / cp tokens, of each sequence the same share.
 
-    `ids`, `positions` [T / cp] and `experts` [T / cp, layers, top_k] are in the order of this rank's hidden states.
+    `tokens` [T / cp] are which of the T these are, `ids`, `positions` [.., T / cp] and `experts` [T / cp, layers, top_k]
+    theirs, in the order of this rank's hidden states.
     `predictors` [n] are the local hidden states that predict trained tokens, `trained` [n] which of the batch's N these
     are: of all ranks together each one once, so that `whole[trained] = mine`, summed over the ranks, is all of [N].
     """
 
+    tokens: IntArray
     ids: IntArray
     positions: IntArray
     experts: NDArray[np.int32] | None
@@ -279,9 +281,10 @@ def split_for_context(batch: PackedBatch, cp: int, rank: int) -> ContextShare:
     where[mine] = np.arange(len(mine))
     local = where[batch.predictors]
     return ContextShare(
+        tokens=mine,
         ids=batch.ids[mine],
-        positions=batch.positions[mine],
-        experts=None if batch.experts is None else batch.experts[mine],
+        positions=batch.positions[..., mine],
+        experts=batch.experts if batch.experts is None or cp == 1 else batch.experts[mine],  # large: not copied in vain
         predictors=local[local >= 0],
         trained=np.flatnonzero(local >= 0),
     )

@@ -58,11 +58,11 @@ class RouterReplay:
             experts: Of this context-parallel rank's t tokens in all layers of the model, [t, layers, top_k].
             device: The chunk's.
         """
-        mine = experts[:, self._layers]
+        mine = torch.from_numpy(experts)
         if self._config.sequence_parallel:
-            shares = np.split(mine, parallel_state.get_tensor_model_parallel_world_size())
+            shares = mine.chunk(parallel_state.get_tensor_model_parallel_world_size())
             mine = shares[parallel_state.get_tensor_model_parallel_rank()]
-        chosen = torch.from_numpy(np.ascontiguousarray(mine.swapaxes(0, 1))).to(device)
+        chosen = mine[:, self._layers].to(device).transpose(0, 1).contiguous()
         ordered = chosen.sort(-1).values
         wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= self._config.num_moe_experts)
         wrong |= (ordered.diff(dim=-1) == 0).any(-1)
