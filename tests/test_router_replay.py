@@ -7,12 +7,14 @@ import pytest
 import torch
 from learner_cases import SMALL, context, gradient, learner, random_batch, sample, save_model, without_seconds
 from test_trajectory import episode, turn
-from transformers import Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from relax_gym.errors import TrainingError
 from relax_gym.trajectory import to_samples
 from relax_gym.types import Batch
 from relax_gym_trainers.torch_learner.packing import UNROUTED, pack
+from relax_gym_trainers.torch_learner.replay import router_scores
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
 
@@ -203,6 +205,13 @@ def test_replay_closes_the_gap_that_another_routing_opened(moe):
     forgotten = Batch(version=0, samples=[dataclasses.replace(s, routed_experts=None) for s in recorded.samples])
     assert without_seconds(trainer.step(recorded))["logprob_diff_max"] < 1e-5
     assert learner(context(moe)).step(forgotten)["logprob_diff_mean"] > 1e-3
+
+
+def test_a_router_that_always_divides_by_the_sum_is_replayed_so():
+    router = MixtralTopKRouter(MixtralConfig(hidden_size=8, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K))
+    torch.nn.init.normal_(router.weight)
+    logits, own_scores, own = router(torch.randn(5, 8))
+    torch.testing.assert_close(router_scores(router, logits, own), own_scores)
 
 
 def test_experts_of_another_model_are_refused(moe, tmp_path):
