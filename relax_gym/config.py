@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -69,6 +69,9 @@ class TeacherSection(PluginSection):
 
 class Options(Section):
     """Options of a component (sampler, learner, teacher, tracker …): subclass it and add fields."""
+
+    may_change: ClassVar[Collection[str]] = ()
+    """Of a learner, those with which a run may be resumed that began with others: they say how to compute, not what."""
 
     def check_run(self, config: RunConfig) -> None:
         """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""

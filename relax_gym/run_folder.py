@@ -174,6 +174,8 @@ def _check_same_run(config: RunConfig, path: Path) -> None:
     old, new = _kept(path / "config.toml").model_dump(mode="json"), masked(config)
     for section, key in (("train", "steps"), ("media", "keep_gib")):
         old[section].pop(key), new[section].pop(key)
+    for key in plugins().get("learner", config.learner.name).load_options().may_change:
+        old["learner"].pop(key, None), new["learner"].pop(key, None)
     changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
     if changed:
         lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_gym.config import parse_config
+from relax_gym.config import LearnerSection, RunConfig, parse_config
 from relax_gym.errors import RunFolderError
 from relax_gym.plugins import plugins
 from relax_gym.run_folder import RunFolder, read_lines
@@ -79,6 +79,18 @@ def test_k115_resume_takes_more_steps_but_no_other_run(tmp_path) -> None:
         RunFolder(config(tmp_path / "r", group_size=4), resume=True)
     with pytest.raises(RunFolderError, match=r"nothing to resume: .*new"):
         RunFolder(config(tmp_path / "new"), resume=True)
+
+
+def test_a_resumed_run_may_have_another_layout_of_the_learner(tmp_path) -> None:
+    def with_learner(**options) -> RunConfig:
+        plain = config(tmp_path / "r")
+        return plain.model_copy(update={"learner": LearnerSection(name="megatron", **options)})
+
+    begun(with_learner(tp=2, pp=2, lr=1e-5))
+    RunFolder(with_learner(dp=2, micro_batch_tokens=99, lr=1e-5), resume=True).begin(0)
+    assert "dp = 2" in (tmp_path / "r" / "config.toml").read_text()
+    with pytest.raises(RunFolderError, match=r"holds another run \(learner: {.*'lr': 1e-05} there, {.*'lr': 0.1} here"):
+        RunFolder(with_learner(lr=0.1), resume=True)
 
 
 def test_a_run_that_never_began_leaves_the_folder_free(tmp_path) -> None:

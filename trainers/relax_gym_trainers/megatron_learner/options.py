@@ -12,6 +12,12 @@ from relax_gym_trainers.torch_learner.options import LearnerOptions
 class MegatronLearnerOptions(LearnerOptions):
     """`[learner]` with `name = "megatron"`. The world has tp · pp · cp · dp ranks."""
 
+    may_change = (
+        *("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "distributed_optimizer", "recompute"),
+        *("offload_reference", "micro_batch_tokens", "logprob_chunk"),
+        *("checkpoint_model", "launcher", "timeout", "start_timeout"),
+    )
+
     tp: int = Field(1, ge=1, description="ranks that share each matrix")
     pp: int = Field(1, ge=1, description="pipeline stages")
     vpp: int = Field(1, ge=1, description="chunks of layers of each pipeline stage")
