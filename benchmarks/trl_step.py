@@ -1,0 +1,78 @@
+"""The train part of TRL's GRPO as one call: loss, backward and optimizer as `GRPOTrainer` does them, no generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import GPU
+
+from relax_gym.models import load_tokenizer
+
+
+def make_step(
+    model: Path, folder: Path, ids: torch.Tensor, prompt: int, *, rows_at_once: int, dtype: str, checkpointing: bool
+) -> Callable[[], None]:
+    """One optimizer step on `ids` [rows, tokens], each a prompt of `prompt` tokens and a completion, with advantages of
+    1 and -1. `dtype` is that of the weights; float32, TRL's default, computes in bfloat16 by autocast on a GPU.
+
+    Raises:
+        SystemExit: TRL is not installed.
+    """
+    try:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+    except (ImportError, RuntimeError) as error:  # the latter is how it says that something else is missing
+        raise SystemExit(f"TRL is missing here, or what it needs: {error}; pip install trl") from error
+    rows, steps = len(ids), len(ids) // rows_at_once
+    tokenizer: Any = load_tokenizer(model)
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    options = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=steps,
+        num_generations=2,
+        beta=0.0,
+        bf16=GPU,
+        use_cpu=not GPU,
+        gradient_checkpointing=checkpointing,
+        max_completion_length=ids.shape[1] - prompt,
+        learning_rate=1e-6,
+        report_to=[],
+        model_init_kwargs={"attn_implementation": "sdpa", "dtype": dtype},
+    )
+    data = Dataset.from_dict({"prompt": ["t1"] * rows})
+    trainer: Any = GRPOTrainer(
+        str(model), reward_funcs=no_reward, args=options, train_dataset=data, processing_class=tokenizer
+    )
+    trainer.create_optimizer()
+    wrapped, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    wrapped.train()
+    ids = ids.to(trainer.accelerator.device)
+    prepared = {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": torch.ones_like(ids[:, :prompt]),
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": torch.ones_like(ids[:, prompt:]),
+        "advantages": torch.ones(rows, device=ids.device).where(torch.arange(rows, device=ids.device) % 2 == 0, -1.0),
+        "num_items_in_batch": torch.tensor(ids[:, prompt:].numel(), device=ids.device),
+    }
+    trainer._generate_and_score_completions = lambda batch: prepared  # what follows is shuffled and cut by TRL
+    trainer.current_gradient_accumulation_steps = steps
+
+    def step() -> None:
+        for _ in range(steps):
+            trainer.training_step(wrapped, {}, None)
+        trainer.accelerator.clip_grad_norm_(wrapped.parameters(), options.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        trainer._metrics["train"].clear()
+
+    return step
+
+
+def no_reward(completions: list[Any], **rest: Any) -> list[float]:
+    """Never asked."""
+    return [0.0] * len(completions)
