@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,20 @@ from megatron_learner_kit import (
     on_ranks,
     outcome,
     rank_learner,
-    without_times,
 )
 from transformers import GPT2Config, Qwen3Config, Qwen3MoeConfig
 
 from relax_gym.errors import ConfigError, ModelError, RelaxGymError, TrainingError
+from relax_gym.media.items import Image
 from relax_gym.teacher import Teacher, TeacherScores
-from relax_gym.types import Batch
+from relax_gym.types import Batch, Placed
 from relax_gym_trainers.megatron_learner import parallel
-from relax_gym_trainers.megatron_learner.distillation import RankDistiller, RankTeacher, SharedEngine
+from relax_gym_trainers.megatron_learner.distillation import RankDistiller, SharedEngine
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank import RankLearner
 from relax_gym_trainers.megatron_learner.rank_service import Place
-from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.distillation import Distiller
 
 ENV, OTHER = "test/None-v0", "test/Other-v0"
@@ -194,6 +192,44 @@ def test_a_teacher_that_cannot_be_laid_out_so_is_named(models: dict[str, str]) -
         assert "algorithm.top_k = 62 is more than the 61 tokens" in top
 
 
+def apart(layout: Layout, place: Place, models: dict[str, str]) -> tuple[list[str], bool]:
+    """A teacher's opinion of a micro-batch that has more of the policy in it, and refusals of an image."""
+    case = Case(algorithm=opd(models["t1"], top_k=4))
+    trainer = rank_learner(layout, place, 0, Path(models["student"]), case)
+    distiller: Any = trainer.objectives[0].distiller
+    part = trainer.backend.plan(random_batch().samples, skip_flat=False)
+    plain = distiller.targets(part)
+    marked = [
+        dataclasses.replace(
+            batch,
+            experts=np.zeros((batch.ids.size, 2, 2), dtype=np.int32),
+            positions=np.stack([batch.positions] * 3),
+        )
+        for batch in part.micro_batches
+    ]
+    other = distiller.targets(dataclasses.replace(part, micro_batches=marked))
+    same = all(torch.equal(one.top, two.top) for one, two in zip(plain, other, strict=True))
+    picture = Image(pixels=np.zeros((4, 4, 3), dtype=np.uint8))
+    seen = dataclasses.replace(sample([3, 4, 5], [0, 0, 1]), media=(Placed(media=picture, start=0, end=1),))
+    refused = []
+    with pytest.raises(ModelError) as error:
+        distiller.sampled([seen])
+    refused.append(str(error.value))
+    with pytest.raises(ModelError) as error:
+        distiller.targets(dataclasses.replace(part, plan=dataclasses.replace(part.plan, used=(seen,))))
+    refused.append(str(error.value))
+    trainer.close()
+    return refused, same
+
+
+def test_a_teacher_reads_text_and_nothing_of_what_is_the_policys(models: dict[str, str]) -> None:
+    ((refused, same),) = on_ranks(Layout(), apart, models)
+    assert same
+    for text in refused:
+        assert "has image input" in text
+        assert "teacher_engine" in text
+
+
 # ---- engines -----------------------------------------------------------------------------------------------------
 
 
@@ -326,92 +362,3 @@ def test_a_run_whose_teacher_dies_ends_with_its_name(models: dict[str, str], tmp
     with pytest.raises(TrainingError, match=r"teacher '.*t1': its process has ended with exit code -9"):
         trainer.step(random_batch(1, version=1))
     assert time.monotonic() - started < 30
-
-
-# ---- weights in host memory --------------------------------------------------------------------------------------
-
-
-def test_a_reference_is_swapped_for_a_pass_and_back_whatever_happens() -> None:
-    for offload in (False, True):
-        buffer = torch.arange(6.0)
-        parameters = [torch.nn.Parameter(torch.empty(0)) for _ in range(2)]
-        parameters[0].data, parameters[1].data = buffer[:4].view(2, 2), buffer[4:]
-        reference = Reference(parameters, offload=offload)
-        reference.take()
-        buffer += 10
-        with pytest.raises(RuntimeError, match="stop"), reference.inside():
-            assert torch.cat([p.detach().flatten() for p in parameters]).tolist() == [0, 1, 2, 3, 4, 5]
-            raise RuntimeError("stop")
-        assert torch.cat([p.detach().flatten() for p in parameters]).tolist() == [10, 11, 12, 13, 14, 15]
-        buffer += 1  # what an optimizer does is what the parameters are
-        assert parameters[1].tolist() == [15, 16]
-        assert {value.device.type for value in reference.values} == {"cpu"}
-        reference.stay_out()
-        assert [p.data_ptr() for p in parameters] == [value.data_ptr() for value in reference.values]
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_frozen_weights_are_pinned_and_take_its_memory_only_for_a_pass() -> None:
-    parameters = [torch.nn.Parameter(torch.randn(1 << 22, device="cuda")) for _ in range(4)]
-    before = torch.cuda.memory_allocated()
-    reference = Reference(parameters, offload=True)
-    reference.take()
-    expected = [parameter.detach().sum() for parameter in parameters]
-    for parameter in parameters:
-        parameter.data.mul_(2)
-    assert all(value.is_pinned() for value in reference.values)
-    for _ in range(10):
-        with reference.inside():
-            assert torch.equal(torch.stack([p.sum() for p in parameters]), torch.stack(expected))
-        assert torch.equal(torch.stack([p.sum() for p in parameters]), 2 * torch.stack(expected))
-    del expected, parameter
-    assert torch.cuda.memory_allocated() - before < 1 << 20
-    reference.stay_out()
-    assert before - torch.cuda.memory_allocated() > 60 << 20
-    with reference.inside():
-        assert {parameter.device.type for parameter in parameters} == {"cuda"}
-
-
-def offloading(layout: Layout, place: Place, models: dict[str, str], case: Case) -> list[Any]:
-    found = []
-    for number, offload in enumerate((False, True)):
-        case = dataclasses.replace(case, options={"offload_reference": offload})
-        trainer = rank_learner(layout, place, number, Path(models["student"]), case)
-        result = outcome(trainer, case)
-        assert all(in_buffers(trainer.backend)), "a parameter has left the buffers of its data parallelism"
-        frozen = {value.data_ptr() for value in trainer.backend.reference.values}
-        assert frozen.isdisjoint(parameter.data_ptr() for parameter in parameters_of(trainer.backend))
-        (teacher,) = trainer.objectives[0].distiller._teachers.values()
-        assert isinstance(teacher, RankTeacher)
-        values = [value.data_ptr() for value in teacher.backend.reference.values]
-        assert values == ([p.data_ptr() for p in parameters_of(teacher.backend)] if offload else [])
-        trainer.close()
-        assert {p.device.type for p in parameters_of(teacher.backend)} == {"meta"}
-        found.append(result)
-    return found
-
-
-def parameters_of(backend: Any) -> list[torch.nn.Parameter]:
-    return [parameter for chunk in backend.chunks for parameter in chunk.parameters()]
-
-
-def in_buffers(backend: Any) -> Iterator[bool]:
-    """For each parameter, whether it is a view of the buffer that the distributed optimizer gathers into."""
-    for chunk in backend.chunks:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            start, end = buffer.param_data.data_ptr(), buffer.param_data.data_ptr() + buffer.param_data.nbytes
-            for parameter in buffer.params:
-                yield start <= parameter.data_ptr() < end
-
-
-@pytest.mark.parametrize(
-    ("layout", "top_k"),
-    [(Layout(dp=2), 0), pytest.param(Layout(dp=2), 4, marks=slow), pytest.param(Layout(tp=2, pp=2), 0, marks=slow)],
-    ids=str,
-)
-def test_weights_in_host_memory_give_bit_for_bit_the_same(models: dict[str, str], layout: Layout, top_k: int) -> None:
-    algorithm = opd(models["larger"], top_k=top_k, rl_weight=0.5, kl_coef=0.1)
-    for resident, offloaded in on_ranks(layout, offloading, models, Case(algorithm=algorithm, steps=batches(2))):
-        assert without_times(resident.metrics) == without_times(offloaded.metrics)
-        assert resident.metrics[1]["kl"] > 0
-        assert all(torch.equal(resident.weights[name], value) for name, value in offloaded.weights.items())

@@ -58,10 +58,12 @@ class RankTeacher(Teacher):
             backend.reference.stay_out()
 
     def score(self, samples: Sequence[TrainingSample], *, temperature: float, top_k: int) -> list[TeacherScores]:
-        """See `Teacher.score`; on every rank. Raises ModelError at another temperature than the policy's."""
+        """See `Teacher.score`; on every rank. Raises ModelError at another temperature than the policy's, and where a
+        sample has media."""
         own = self.backend.head.temperature
         if temperature != own:
             raise ModelError(f"this teacher scores at temperature {own}, not at {temperature}")
+        refuse_media(samples)
         part = self.backend.plan(samples, skip_flat=False)
         found: dict[TrainingSample, TeacherScores] = {}
         for batch, top in zip(part.micro_batches, self._tops(part.micro_batches, top_k), strict=True):
@@ -110,7 +112,7 @@ class RankTeacher(Teacher):
 
     def _read(self, mine: Sequence[PackedBatch], look: Look[T]) -> tuple[list[T | None], Head | None]:
         """See `MegatronBackend.read`; and this rank's rows of the head, on its device, where there are some."""
-        alone = [dataclasses.replace(batch, experts=None) for batch in mine]  # the experts chosen are not the teacher's
+        alone = [_of_text(batch) for batch in mine]
         with self.backend.as_reference() if self._offload else contextlib.nullcontext():
             found, head = self.backend.read(alone, look), None
             if parallel_state.is_pipeline_last_stage():
@@ -198,11 +200,12 @@ class RankDistiller(Distiller):
 
     def _ask(self, name: str, mine: Sequence[PackedBatch], plan: Plan) -> list[Target | None]:
         teacher, top_k = self._teachers[name], self._distillation.top_k
+        samples = [sample for sample in plan.used if self.owner(sample) == name]
         if isinstance(teacher, RankTeacher):
+            refuse_media(samples)
             shares = [[self.owner(plan.used[members[0]]) for members in share if members] for share in plan.shares]
             count = max(owners.count(name) for owners in shares)
             return teacher.targets(mine, count, top_k=top_k, form=self._form)
-        samples = [sample for sample in plan.used if self.owner(sample) == name]
         scores = checked_scores(teacher, samples, temperature=self._temperature, top_k=top_k)
         if not parallel_state.is_pipeline_last_stage():
             return [None] * len(mine)
@@ -219,6 +222,16 @@ class RankDistiller(Distiller):
         top = join("logprobs"), join("top_ids"), join("top_logprobs")
         logprobs, ids, likeliest = (values.to(self._student.device) for values in top)
         return _shared_top((logprobs, ids, likeliest), self._form)
+
+
+def refuse_media(samples: Sequence[TrainingSample]) -> None:
+    """Raises ModelError: a teacher on the ranks reads text, and would take placeholders for it."""
+    for sample in samples:
+        if sample.media:
+            raise ModelError(
+                f"sample {sample.episode_id!r} has {sample.media[0].media.kind} input, which a teacher on the Megatron "
+                "learner's ranks cannot see; give the algorithm a teacher_engine"
+            )
 
 
 def load_distiller(
@@ -273,6 +286,11 @@ def load_teacher(folder: Path, context: RunContext, student: MegatronBackend) ->
     for chunk in chunks:
         chunk.requires_grad_(False)
     return RankTeacher(MegatronBackend(chunks, layout, student.options, student.head))
+
+
+def _of_text(batch: PackedBatch) -> PackedBatch:
+    """Without what is the policy's only: chosen experts, and a position on each of its axes, all the same."""
+    return dataclasses.replace(batch, experts=None, positions=np.atleast_2d(batch.positions)[0])
 
 
 def _shared_top(top: Top, form: Form) -> SharedTop:
