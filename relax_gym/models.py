@@ -94,18 +94,32 @@ def load_language_model(path: Path, *, dtype: torch.dtype, trust_remote_code: bo
     Raises:
         Whatever transformers raises for a folder it cannot load.
     """
-    import transformers
-
     config: Any = _read_json(path / "config.json")
-    kind = config["model_type"]
-    if thinker := THINKERS.get(kind):
-        loader = getattr(transformers, thinker)
-    elif kind in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code:
-        loader = transformers.AutoModelForCausalLM
-    else:
-        loader = transformers.AutoModelForMultimodalLM
+    loader = _loader(config["model_type"], trust_remote_code)
     model: PreTrainedModel = loader.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
     return model
+
+
+def empty_language_model(config: PretrainedConfig) -> PreTrainedModel:
+    """What `load_language_model` gives for a folder with this config, on the device `meta`: modules without numbers."""
+    import torch
+
+    loader = _loader(config.model_type, False)
+    with torch.device("meta"):
+        make = loader.from_config if hasattr(loader, "from_config") else loader._from_config
+        model: PreTrainedModel = make(config)
+    return model
+
+
+def _loader(kind: str, trust_remote_code: bool) -> Any:
+    """The class that models of this `model_type` are loaded with."""
+    import transformers
+
+    if thinker := THINKERS.get(kind):
+        return getattr(transformers, thinker)
+    if kind in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForMultimodalLM
 
 
 def check_model(path: Path) -> Path:

@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from relax_gym.errors import TrainingError
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.megatron_learner import batches, compat  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan, split_for_context
@@ -20,6 +22,7 @@ from relax_gym_trainers.megatron_learner.model import output_weight
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.replay import RouterReplay, refuse_wrong
+from relax_gym_trainers.megatron_learner.towers import MediaReader
 from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.divergence import Target
@@ -71,9 +74,18 @@ class MegatronBackend:
     is to add gradients and never to average, which `calculate_per_token_loss` makes it do.
     """
 
-    def __init__(self, chunks: Sequence[Any], layout: Layout, options: MegatronLearnerOptions, head: Head) -> None:
-        """`chunks` are this rank's parts of the model, wrapped for data parallelism."""
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        layout: Layout,
+        options: MegatronLearnerOptions,
+        head: Head,
+        reader: MediaReader | None = None,
+    ) -> None:
+        """`chunks` are this rank's parts of the model, wrapped for data parallelism; without a `reader` it reads text
+        only."""
         self.chunks, self.layout, self.options, self.head = list(chunks), layout, options, head
+        self.reader = reader
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         self.device = parameters[0].device
         self.reference = Reference(parameters, offload=options.offload_reference)
@@ -100,9 +112,10 @@ class MegatronBackend:
             multiple=self.layout.pp if self.layout.vpp > 1 else 1,
             apart=None if distiller is None else distiller.owner,
         )
+        mine = plan.micro_batches(parallel_state.get_data_parallel_rank())
         return RankPart(
             plan=plan,
-            micro_batches=plan.micro_batches(parallel_state.get_data_parallel_rank()),
+            micro_batches=[self._laid_out(batch) for batch in mine],
             total_tokens=plan.total_tokens,
             total_samples=plan.total_samples,
             padded_tokens=plan.padded_tokens,
@@ -234,11 +247,21 @@ class MegatronBackend:
             max_seqlen_q=batch.max_length,
             max_seqlen_kv=batch.max_length,
         )
-        ids, positions = (torch.from_numpy(array).to(device)[None] for array in (share.ids, share.positions))
+        ids, positions = (torch.from_numpy(np.atleast_2d(array)).to(device) for array in (share.ids, share.positions))
         if share.experts is not None:
             self.replays[chunk].keep(packed, share.experts, device)
-        out: Tensor = chunk(ids, positions, packed_seq_params=packed)
+        media = None
+        if self.reader is not None and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
+            media = self.reader.inputs(batch, share, device)
+        out: Tensor = chunk(ids, positions, packed_seq_params=packed, media=media)
         return out
+
+    def _laid_out(self, batch: PackedBatch) -> PackedBatch:
+        if self.reader is not None:
+            return self.reader.laid_out(batch)
+        if batch.media:
+            raise TrainingError(f"the model reads text only, but samples have {batch.media[0]!r}")
+        return batch
 
     def _end(self, part: Part[PackedBatch], loss: Loss, targets: Sequence[Target | None] | None = None) -> End:
         """`targets` are what teachers say about each micro-batch."""

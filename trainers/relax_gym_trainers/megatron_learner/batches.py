@@ -34,12 +34,12 @@ Bin = list[int]
 class PackedBatch:
     """What one forward pass takes: T tokens in S sequences that do not see one another.
 
-    `ids`, `positions` [T], or [3, T] of several axes; pads have id 0. `cu_seqlens` [S + 1] int32 are the ends of the padded sequences, and
-    `max_length` is the longest's. For the N trained tokens of the S samples: `predictors` index the T hidden states,
-    `targets` are the token ids, `sample` in [0, S) says whose they are, `logprobs` and `advantages` come from the
-    samples. `token_counts` is [S], `real_tokens` counts no pads. `experts` [T, layers, top_k] are `UNROUTED` where
-    unknown; if any sample of the update has them, all its micro-batches do. `media` are in the order of their
-    placeholders.
+    `ids`, `positions` [T], or [3, T] of several axes; pads have id 0. `cu_seqlens` [S + 1] int32 are the ends of the
+    padded sequences, and `max_length` is the longest's. For the N trained tokens of the S samples: `predictors` index
+    the T hidden states, `targets` are the token ids, `sample` in [0, S) says whose they are, `logprobs` and
+    `advantages` come from the samples. `token_counts` is [S], `real_tokens` counts no pads. `experts` [T, layers,
+    top_k] are `UNROUTED` where unknown; if any sample of the update has them, all its micro-batches do. `media` are in
+    the order of their placeholders.
 
     An empty micro-batch is one sequence of pads with `members` (), N = 0 and arrays [0] where others have S entries.
     """
@@ -260,8 +260,8 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: type | None) -> NDArray[Any]:
 class ContextShare:
     """What one context-parallel rank computes of a micro-batch: T / cp tokens, of each sequence the same share.
 
-    `tokens` [T / cp] are which of the T these are, `ids`, `positions` [.., T / cp] and `experts` [T / cp, layers, top_k]
-    theirs, in the order of this rank's hidden states.
+    `tokens` [T / cp] are which of the T these are, `ids`, `positions` [.., T / cp] and `experts` [T / cp, layers,
+    top_k] theirs, in the order of this rank's hidden states.
     `predictors` [n] are the local hidden states that predict trained tokens, `trained` [n] which of the batch's N these
     are: of all ranks together each one once, so that `whole[trained] = mine`, summed over the ranks, is all of [N].
     """

@@ -25,17 +25,19 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     from relax_gym_trainers.megatron_learner.checkpoint_files import Stored
     from relax_gym_trainers.megatron_learner.checkpoint_slots import fill, slots
     from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
+    from relax_gym_trainers.megatron_learner.towers import text_config
 
     state = checkpoint / FOLDER
     if not state.is_dir():
         raise RunFolderError(f"{checkpoint} has no {FOLDER}/; give a checkpoint that a Megatron learner has written")
     stored, layout = Stored(state), Layout()
-    config = AutoConfig.from_pretrained(state).get_text_config()
+    whole = AutoConfig.from_pretrained(state)
+    config = text_config(whole)
     check(stored, config)
     with compat.prepared(), tempfile.TemporaryDirectory() as meeting:
         initialise(layout, 0, f"file://{meeting}/point", "gloo")
         try:
-            chunks = model.build(config, layout, getattr(torch, stored.index["dtype"]))
+            chunks = model.build(config, layout, getattr(torch, stored.index["dtype"]), whole=whole)
             for slot in slots(chunks, None):
                 fill(slot, stored)
             hf.write_folder(hf.Export(chunks, config), state, folder)

@@ -20,7 +20,8 @@ from transformers import PretrainedConfig
 from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
 from relax_gym_trainers.megatron_learner.families import family_of
-from relax_gym_trainers.megatron_learner.families.base import EMBEDDING, OUTPUT, Rule, number_of_experts, sizes
+from relax_gym_trainers.megatron_learner.families.base import OUTPUT, Rule, number_of_experts, sizes
+from relax_gym_trainers.megatron_learner.families.forms import Vocabulary
 from relax_gym_trainers.megatron_learner.modules.experts import unstacked
 
 from megatron.core import parallel_state  # isort: skip
@@ -63,10 +64,11 @@ class Place:
     rule: Rule
     layer: int = 0
     expert: int = 0
+    rest: str = ""
 
     @property
     def hub(self) -> tuple[str, ...]:
-        return tuple(name.format(layer=self.layer, expert=self.expert) for name in self.rule.hub)
+        return tuple(name.format(layer=self.layer, expert=self.expert, rest=self.rest) for name in self.rule.hub)
 
 
 def unwrapped(chunk: Any) -> Any:
@@ -93,7 +95,7 @@ def places(chunk: Any, config: PretrainedConfig) -> Iterator[tuple[str, Tensor, 
                 if rule.of_experts:
                     experts = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
                     expert += experts * parallel_state.get_expert_model_parallel_rank()
-                yield name, parameter, Place(rule, layer, expert)
+                yield name, parameter, Place(rule, layer, expert, found.groupdict().get("rest", ""))
                 break
         else:
             raise ModelError(f"the family of {config.model_type} models has no rule for {name}")
@@ -101,8 +103,8 @@ def places(chunk: Any, config: PretrainedConfig) -> Iterator[tuple[str, Tensor, 
 
 def _pattern(rule: Rule) -> re.Pattern[str]:
     text = re.escape(rule.megatron)
-    for key in ("layer", "expert"):
-        text = text.replace(re.escape("{" + key + "}"), f"(?P<{key}>[0-9]+)")
+    for key, form in (("layer", "[0-9]+"), ("expert", "[0-9]+"), ("rest", ".+")):
+        text = text.replace(re.escape("{" + key + "}"), f"(?P<{key}>{form})")
     return re.compile(text)
 
 
@@ -125,19 +127,22 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surpl
         ModelError: a tensor is missing, has another size than the config says, or is none that the family knows.
     """
     checkpoint = Checkpoint(folder)
-    known = {name for *_, names in family_of(config).hub_names(config) for name in names} | set(OUTPUT.hub)
-    if strange := sorted(name for name in checkpoint.files if name not in known and not UNUSED.search(name)):
+    family = family_of(config)
+    known = {name for *_, names in family.hub_names(config) for name in names} | set(OUTPUT.hub)
+    modules = tuple(rule.hub[0].removesuffix("{rest}") for rule in family.rules if rule.of_module)
+    others = (name for name in checkpoint.files if name not in known and not name.startswith(modules))
+    if strange := sorted(name for name in others if not UNUSED.search(name)):
         raise ModelError(
             f"{folder} has {len(strange)} tensors that a {config.model_type} model does not, as {strange[0]!r}; "
             "use the torch learner"
         )
     for name, parameter, place in (found for chunk in chunks for found in places(chunk, config)):
         tied = place.rule is OUTPUT and config.tie_word_embeddings
-        names = EMBEDDING.hub if tied else place.hub
+        names = family.embedding.hub if tied else place.hub
         whole = [checkpoint[hub] for hub in names]
         group = tensor_group(place.rule)
         want = place.rule.form.numel(parameter.shape, group.size(), sizes(config))
-        want += surplus * parameter.shape[1] if place.rule in (EMBEDDING, OUTPUT) else 0
+        want += surplus * parameter.shape[1] if isinstance(place.rule.form, Vocabulary) else 0
         shapes = [tuple(tensor.get_shape()) for tensor in whole]
         if sum(torch.Size(shape).numel() for shape in shapes) != want:
             raise ModelError(
@@ -157,6 +162,7 @@ class _Piece:
     rule: int
     layer: int
     expert: int
+    rest: str
 
 
 class Export:
@@ -185,10 +191,10 @@ class Export:
     def _plan(self, chunks: Sequence[Any], bucket_bytes: int) -> Iterator[list[_Piece]]:
         stage = self._pipeline.rank()
         mine = [
-            _Piece(stage, number, name, p.shape, p.dtype, self.rules.index(place.rule), place.layer, place.expert)
+            _Piece(stage, number, name, p.shape, p.dtype, self.rules.index(at.rule), at.layer, at.expert, at.rest)
             for number, chunk in enumerate(chunks)
-            for name, p, place in places(chunk, self.config)
-            if not (place.rule is OUTPUT and self.config.tie_word_embeddings)
+            for name, p, at in places(chunk, self.config)
+            if not (at.rule is OUTPUT and self.config.tie_word_embeddings)
         ]
         everyone: list[Any] = [None] * self._pipeline.size()
         dist.all_gather_object(everyone, mine, group=self._pipeline)
@@ -221,7 +227,7 @@ class Export:
             first += piece.shape.numel()
             for rank, shards in enumerate(run):
                 expert = piece.expert + (rank - self._experts.rank()) * per_rank
-                names = Place(rule, piece.layer, expert).hub
+                names = Place(rule, piece.layer, expert, piece.rest).hub
                 yield from zip(names, rule.form.join(list(shards), sizes(self.config)), strict=True)
 
     def _gather(self, bucket: list[_Piece]) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
+from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner import compat, hf
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.megatron_learner.families.base import head_size, rotary
@@ -17,6 +18,7 @@ from relax_gym_trainers.megatron_learner.modules.experts import use_grouped
 from relax_gym_trainers.megatron_learner.modules.norms import RMSNorm
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angles
+from relax_gym_trainers.megatron_learner.towers import DeepStack, MediaInputs, Towers, check_deep_stack, keep_deep_stack
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
@@ -40,25 +42,48 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 class LanguageModel(GPTModel):  # type: ignore[misc]
     """A chunk of a model that takes packed rows; the last one gives hidden states instead of logits."""
 
-    def __init__(self, *args: Any, frequencies: Tensor, **options: Any) -> None:
+    def __init__(self, *args: Any, frequencies: Tensor, axes: Tensor | None = None, **options: Any) -> None:
         super().__init__(*args, position_embedding_type="none", **options)
-        self.frequencies = frequencies
+        self.frequencies, self.axes = frequencies, axes
+        self.towers: Towers | None = None
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: Any) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, packed_seq_params: Any, media: MediaInputs | None = None
+    ) -> Tensor:
         """One micro-batch through this chunk.
 
         Args:
             input_ids: This context-parallel rank's tokens [1, t]; used by the first stage.
-            position_ids: Their positions, each row from 0, [1, t]; used by every stage.
+            position_ids: Their positions, each row from 0, [1, t] or [axes, t]; used by every stage.
             packed_seq_params: Where the rows of the pack are (`thd`). It keeps the angles of the positions.
+            media: What the placeholders among the tokens stand for; used by the first stage.
 
         Returns:
             On the last stage the normed hidden states of all t tokens [t, hidden], the same on every tensor-parallel
             rank, each of which gives their whole gradient back. Before it, what the next stage takes.
         """
-        keep_angles(packed_seq_params, position_ids, self.frequencies, self.config.params_dtype)
-        out: Tensor = super().forward(input_ids, position_ids, None, packed_seq_params=packed_seq_params)
+        keep_angles(packed_seq_params, position_ids, self.frequencies, self.config.params_dtype, self.axes)
+        seen = None
+        if media is not None and self.pre_process:
+            seen = self._see(input_ids, media, packed_seq_params)
+        out: Tensor = super().forward(
+            input_ids, position_ids, None, decoder_input=seen, packed_seq_params=packed_seq_params
+        )
         return out
+
+    def _see(self, input_ids: Tensor, media: MediaInputs, packed_seq_params: Any) -> Tensor:
+        """What goes into the first layer, [t, 1, hidden], or under sequence parallelism this rank's run of it."""
+        assert self.towers is not None
+        hidden = self.embedding(input_ids=input_ids, position_ids=None)
+        first = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
+        rows, which = media.within(first, len(hidden))
+        features, deep = self.towers(media)
+        hidden = hidden.index_copy(0, rows, features[which, None].to(hidden))
+        if deep:
+            packed_seq_params.deep_stack = DeepStack(rows, torch.stack(deep)[:, which])
+            hidden = packed_seq_params.deep_stack.begin(hidden)
+        seen: Tensor = hidden
+        return seen
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         if not self.post_process:
@@ -133,15 +158,23 @@ def transformer_config(
 
 
 def build(
-    config: PretrainedConfig, layout: Layout, dtype: torch.dtype, *, grouped: bool = True, **options: Any
+    config: PretrainedConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    whole: PretrainedConfig | None = None,
+    grouped: bool = True,
+    **options: Any,
 ) -> list[LanguageModel]:
     """This rank's chunks (one, or `layout.vpp`), not filled; other arguments and errors as of `transformer_config`.
 
-    `grouped` multiplies all experts of a rank at once, instead of one after the other.
+    `grouped` multiplies all experts of a rank at once, instead of one after the other. `whole` is the config that
+    `config` is the text part of; a model that reads media needs it.
     """
     compat.prepare()
     megatron = transformer_config(config, layout, dtype, **options)
     frequencies, _ = rotary(config)
+    axes = family_of(config).axes(config)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     chunks = []
     for number in range(layout.vpp):
@@ -155,11 +188,31 @@ def build(
             pre_process=parallel_state.is_pipeline_first_stage(**place),
             post_process=parallel_state.is_pipeline_last_stage(**place),
             frequencies=frequencies.to(device),
+            axes=None if axes is None else axes.to(device),
             **({"vp_stage": number} if layout.vpp > 1 else {}),
         )
         mark_shards(chunk)
         chunks.append(chunk.to(device, dtype))
+    add_towers(chunks[0], config, whole, layout)
     return chunks
+
+
+def add_towers(chunk: LanguageModel, config: PretrainedConfig, whole: PretrainedConfig | None, layout: Layout) -> None:
+    """Put the encoders of a model that reads media in front of its first chunk, replicated on all that have this."""
+    names = family_of(config).towers
+    if not names:
+        return
+    if whole is None:
+        raise ModelError(f"{config.model_type} models read media, which is supported for the trained model only")
+    deep = check_deep_stack(whole, config.num_hidden_layers // (layout.pp * layout.vpp))
+    if not chunk.pre_process:
+        return
+    device = chunk.frequencies.device
+    chunk.towers = Towers(whole, names, config.hidden_size, device, chunk.config.params_dtype)
+    keep_deep_stack(chunk.decoder.layers[:deep])
+    for parameter in chunk.towers.parameters():
+        # Each rank has the gradient that comes through its tokens; Megatron adds those of such parameters up.
+        parameter.sequence_parallel = chunk.config.sequence_parallel
 
 
 def mark_shards(chunk: LanguageModel) -> None:

@@ -21,6 +21,7 @@ from relax_gym_trainers.megatron_learner.optimizer import add_up, apply_gradient
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
 from relax_gym_trainers.megatron_learner.ranks import Place
+from relax_gym_trainers.megatron_learner.towers import MediaReader, freeze_encoders, text_config
 from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner.model import choose_device, choose_dtype
 from relax_gym_trainers.torch_learner.objectives import build_objectives
@@ -52,16 +53,20 @@ class RankLearner(PolicyLearner):
         self.total_steps, self.version = config.train.steps, 0
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         initialise(self.layout, place.rank, place.init_method, backend, seed=config.seed)
-        self._config = AutoConfig.from_pretrained(context.model_path).get_text_config()
+        whole = AutoConfig.from_pretrained(context.model_path)
+        self._config = text_config(whole)
         self._dtype = choose_dtype(options.dtype, choose_device("auto"))
         chunks = model.from_folder(
             context.model_path,
             self._config,
             self.layout,
             self._dtype,
+            whole=whole,
             calculate_per_token_loss=True,
             **RECOMPUTE[options.recompute],
         )
+        if options.freeze_encoders:
+            freeze_encoders(chunks, self._config)
         wrapped = wrap(chunks, options)
         self.optimizer = build_optimizer(wrapped, options, self._dtype)
         head = Head(
@@ -71,7 +76,8 @@ class RankLearner(PolicyLearner):
             chunk=options.logprob_chunk,
             dtype=self._dtype,
         )
-        self.backend = MegatronBackend(wrapped, self.layout, options, head)
+        reader = MediaReader(context.processor, whole) if context.processor is not None else None
+        self.backend = MegatronBackend(wrapped, self.layout, options, head, reader)
         self.objectives = build_objectives(
             load_algorithms(config), config, self.backend, lambda taught: load_distiller(taught, context, self.backend)
         )

@@ -35,10 +35,18 @@ class RotaryAttention(CoreAttention):
         return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
 
 
-def keep_angles(packed: Any, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> None:
-    """Set `packed.rotary`, cosines and sines [t, 1, head] of the positions [1, t], unless it is set."""
+def keep_angles(
+    packed: Any, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, axes: Tensor | None = None
+) -> None:
+    """Set `packed.rotary`, cosines and sines [t, 1, head] of the positions, unless it is set.
+
+    Args:
+        positions: [1, t], or one row for each axis.
+        axes: Which row the positions of each frequency are in, if there are several.
+    """
     if not hasattr(packed, "rotary"):
-        angles = positions[0, :, None].float() * frequencies
+        own = positions[0, :, None] if len(positions) == 1 or axes is None else positions[axes].T
+        angles = own.float() * frequencies
         angles = torch.cat((angles, angles), -1)[:, None]
         packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -37,6 +37,9 @@ class LearnerOptions(Options):
     updates_per_step: int = Field(1, ge=1, description="optimizer updates each batch is split into, by groups")
     epochs: int = Field(1, ge=1, description="how often each batch is gone through")
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits over the vocabulary exist at one time")
+    freeze_encoders: bool = Field(
+        False, description="do not train what turns images, video and audio into embeddings: encoders and projectors"
+    )
 
     def check_run(self, config: RunConfig) -> None:
         """Every update of a step must get the same number of groups."""
@@ -60,9 +63,6 @@ class TorchLearnerOptions(LearnerOptions):
     activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
     freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
-    freeze_encoders: bool = Field(
-        False, description="do not train what turns images, video and audio into embeddings: encoders and projectors"
-    )
     lora: LoraOptions | None = None
 
 

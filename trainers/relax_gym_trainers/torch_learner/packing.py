@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from relax_gym.errors import TrainingError
 from relax_gym.media.items import Media
+from relax_gym.processing import MediaProcessor
 from relax_gym.types import TrainingSample
 
 IntArray = NDArray[np.int64]
@@ -221,6 +222,17 @@ def _media(samples: Sequence[TrainingSample], row: Row) -> Iterator[Media]:
         for placed in samples[index].media:
             if placed.end <= end and (place == 0 or placed.start >= prompt):
                 yield placed.media
+
+
+def check_placeholders(processor: MediaProcessor, ids: IntArray, media: Sequence[Media]) -> None:
+    """Raises TrainingError where the ids have placeholders without their items, or the other way round."""
+    present = int(np.isin(ids, processor.placeholder_ids).sum())
+    needed = sum(processor.features(item).placeholders for item in media)
+    if present != needed:
+        raise TrainingError(
+            f"samples have {present} image, video and audio tokens, but their media stand for {needed}; a sampler "
+            "must not sample such tokens, and media must travel with the ids"
+        )
 
 
 def _collate_experts(samples: Sequence[TrainingSample], rows: Sequence[Row], width: int) -> NDArray[np.int32] | None:

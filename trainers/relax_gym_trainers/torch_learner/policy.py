@@ -17,7 +17,7 @@ from torch import Tensor
 from relax_gym.errors import ModelError, TrainingError
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
 from relax_gym_trainers.torch_learner.logprobs import MIN_LOGIT, Head, _HeadLogProbs, linear, without
-from relax_gym_trainers.torch_learner.packing import MicroBatch
+from relax_gym_trainers.torch_learner.packing import MicroBatch, check_placeholders
 from relax_gym_trainers.torch_learner.replay import RouterReplay
 
 if TYPE_CHECKING:
@@ -166,13 +166,7 @@ class Policy:
             if batch.media:
                 raise TrainingError(f"{type(self.model).__name__} reads text only, but samples have {batch.media[0]!r}")
             return {}
-        present = int(np.isin(batch.ids, processor.placeholder_ids).sum())
-        needed = sum(processor.features(item).placeholders for item in batch.media)
-        if present != needed:
-            raise TrainingError(
-                f"samples have {present} image, video and audio tokens, but their media stand for {needed}; a sampler "
-                "must not sample such tokens, and media must travel with the ids"
-            )
+        check_placeholders(processor, batch.ids, batch.media)
         more: dict[str, Tensor] = {}
         if self._takes_types:
             more["token_type_ids"] = torch.from_numpy(np.stack([processor.token_types(row) for row in batch.ids]))

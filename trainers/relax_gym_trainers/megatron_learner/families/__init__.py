@@ -5,12 +5,34 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from relax_gym.errors import ModelError
-from relax_gym_trainers.megatron_learner.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from relax_gym_trainers.megatron_learner.families import (
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_5_omni,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_omni,
+    qwen3_vl,
+)
 from relax_gym_trainers.megatron_learner.families.base import Family
 
 FAMILIES: dict[str, Family] = {
     model_type: module.FAMILY
-    for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+    for module in (
+        llama,
+        mistral,
+        mixtral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        qwen2_5_vl,
+        qwen3_vl,
+        qwen2_5_omni,
+        qwen3_omni,
+    )
     for model_type in module.FAMILY.model_types
 }
 

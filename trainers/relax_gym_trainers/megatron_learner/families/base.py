@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ FIXED_ROPE = ("linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter and the hub tensors that lie in it; `{layer}` and `{expert}` count from 0."""
+    """One Megatron parameter and the hub tensors that lie in it; `{layer}` and `{expert}` count from 0, `{rest}` is the
+    same on both sides: all parameters of a module."""
 
     megatron: str
     hub: tuple[str, ...]
@@ -37,6 +38,10 @@ class Rule:
     @property
     def of_experts(self) -> bool:
         return "{expert}" in self.megatron
+
+    @property
+    def of_module(self) -> bool:
+        return "{rest}" in self.megatron
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,21 @@ class Family:
         rules: Where tensors are.
         options: Config → arguments of `TransformerConfig` beside the common ones.
         needs: Config field → the only value that these rules and options are right for, where the field is there.
+        interleaved: Whether the axes of M-RoPE take turns in a head's frequencies, or have a section each; None where
+            positions have one axis.
+        towers: Names of the modules that turn media into embeddings, in the model of `transformers`.
     """
 
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
     needs: dict[str, Any] = field(default_factory=dict)
+    interleaved: bool | None = None
+    towers: tuple[str, ...] = ()
+
+    @property
+    def embedding(self) -> Rule:
+        return next(rule for rule in self.rules if rule.megatron == EMBEDDING.megatron)
 
     def check(self, config: PretrainedConfig) -> None:
         """Raises ModelError where the config asks for what the family is not right for, naming the field."""
@@ -65,11 +79,29 @@ class Family:
                     f"only with {value!r}; use the torch learner"
                 )
         rotary(config)
+        sections = config.rope_parameters.get("mrope_section")
+        if (sections is None) != (self.interleaved is None):
+            raise ModelError(
+                f"config.json has mrope_section = {sections}, but the Megatron learner trains {config.model_type} "
+                f"models only with{'out' if self.interleaved is None else ''} any; use the torch learner"
+            )
+
+    def axes(self, config: PretrainedConfig) -> Tensor | None:
+        """Of which axis of positions each of the [head / 2] frequencies is; None where there is one axis."""
+        if self.interleaved is None:
+            return None
+        sections = config.rope_parameters["mrope_section"]
+        if not self.interleaved:
+            return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
+        axes = torch.zeros(head_size(config) // 2, dtype=torch.long)
+        for axis in range(1, len(sections)):
+            axes[axis : sections[axis] * len(sections) : len(sections)] = axis
+        return axes
 
     def hub_names(self, config: PretrainedConfig) -> Iterator[tuple[Rule, int, int, tuple[str, ...]]]:
-        """All of a model's (rule, layer, expert, hub names), tied output weights left out."""
+        """All of a model's (rule, layer, expert, hub names), tied output weights and whole modules left out."""
         for rule in self.rules:
-            if rule is OUTPUT and config.tie_word_embeddings:
+            if rule.of_module or (rule is OUTPUT and config.tie_word_embeddings):
                 continue
             for layer in range(config.num_hidden_layers if "{layer}" in rule.megatron else 1):
                 for expert in range(number_of_experts(config) if rule.of_experts else 1):
@@ -115,6 +147,17 @@ def feed_forward(megatron: str, hub: str, names: tuple[str, str, str] = ("gate_p
     )
 
 
+def with_towers(rules: Sequence[Rule], decoder: str, **towers: str) -> tuple[Rule, ...]:
+    """The rules with the decoder's hub names under `decoder` instead of `model.`, and those of modules, each given as
+    the module's name and what its hub names begin with."""
+    moved = [
+        rule if rule is OUTPUT else replace(rule, hub=tuple(decoder + name.removeprefix("model.") for name in rule.hub))
+        for rule in rules
+    ]
+    modules = [Rule(f"towers.{name}.{{rest}}", (hub + "{rest}",), Copied()) for name, hub in towers.items()]
+    return (*moved, *modules)
+
+
 MLP = feed_forward("mlp", "mlp")
 EXPERT = "mlp.experts.local_experts.{expert}"
 
@@ -141,16 +184,14 @@ def rotary(config: PretrainedConfig) -> tuple[Tensor, float]:
     """Inverse frequencies [head / 2] and what cosines and sines are multiplied by, as `transformers` computes them.
 
     Raises:
-        ModelError: frequencies that depend on how long a row is, turn a part of each head only, or take their positions
-            from several axes.
+        ModelError: frequencies that depend on how long a row is, or turn a part of each head only.
     """
     parameters = config.rope_parameters
     kind = parameters.get("rope_type")
-    plain = parameters.get("partial_rotary_factor", 1.0) == 1.0 and "mrope_section" not in parameters
-    if not plain or kind not in ("default", *FIXED_ROPE):
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", *FIXED_ROPE):
         raise ModelError(
             f"config.json has rope_parameters = {parameters}, but the Megatron learner has only rope_type default, "
-            f"{', '.join(FIXED_ROPE)} on whole heads and one axis; use the torch learner"
+            f"{', '.join(FIXED_ROPE)} on whole heads; use the torch learner"
         )
     if kind != "default":
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
