@@ -171,3 +171,22 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r'learner.launcher = "ray" needs Ray: pip install "relax-gym\[ray\]" on all'):
         Ranks(2, "ranks_kit:Plain", launcher="ray")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("lora = { rank = 4 }", 'the Megatron learner has no lora; learner.name = "torch" trains adapters'),
+        (
+            'freeze = ["*.mlp.*"]',
+            'the Megatron learner has no freeze; learner.name = "torch" does, and freeze_encoders',
+        ),
+        ("activation_checkpointing = true", "has no activation_checkpointing; learner.recompute says what is computed"),
+    ],
+)
+def test_options_of_the_torch_learner_say_what_is_here_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, message: str
+) -> None:
+    code, _, error = run(capsys, "train", config(tmp_path, options=option))
+    assert code == 1
+    assert message in error

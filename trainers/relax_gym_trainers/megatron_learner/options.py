@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_gym_trainers.torch_learner.options import LearnerOptions
+
+TORCH_ONLY = {
+    "lora": 'learner.name = "torch" trains adapters',
+    "freeze": 'learner.name = "torch" does, and freeze_encoders is here, too',
+    "activation_checkpointing": "learner.recompute says what is computed again",
+}
 
 
 class MegatronLearnerOptions(LearnerOptions):
@@ -17,6 +23,13 @@ class MegatronLearnerOptions(LearnerOptions):
         *("offload_reference", "micro_batch_tokens", "logprob_chunk"),
         *("checkpoint_model", "launcher", "timeout", "start_timeout"),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _point_to_the_torch_learner(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (found := sorted(TORCH_ONLY.keys() & given.keys())):
+            raise ValueError(f"the Megatron learner has no {found[0]}; {TORCH_ONLY[found[0]]}")
+        return given
 
     tp: int = Field(1, ge=1, description="ranks that share each matrix")
     pp: int = Field(1, ge=1, description="pipeline stages")
