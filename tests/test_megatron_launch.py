@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +20,13 @@ from command import run
 from learner_cases import context, qwen3, random_batch, save_model
 from test_megatron_ranks import gone
 
+from relax_gym.config import parse_config
 from relax_gym.errors import ConfigError, TrainingError
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.ranks import Ranks
 from relax_gym_trainers.megatron_learner.ray_ranks import RayOther
+from relax_gym_trainers.torch_learner.options import LearnerOptions
 
 ROOT = Path(__file__).parent.parent
 PARTS = ["", "envs", "trainers", "rewards", "plugins"]
@@ -190,3 +194,21 @@ def test_options_of_the_torch_learner_say_what_is_here_instead(
     code, _, error = run(capsys, "train", config(tmp_path, options=option))
     assert code == 1
     assert message in error
+
+
+BLOCK = re.compile(r"^```toml\n(.*?)^```$", re.M | re.S)
+
+
+def test_the_configs_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    shown = BLOCK.findall((ROOT / "docs/megatron.md").read_text())
+    assert len(shown) == 2
+    for text in shown:
+        whole = tomllib.loads(config(tmp_path).read_text()) | tomllib.loads(text)
+        options = parse_config(whole).learner.model_dump()
+        assert MegatronLearnerOptions.model_validate({k: v for k, v in options.items() if k != "name"}).tp > 1
+
+
+def test_the_documentation_names_every_option() -> None:
+    text = (ROOT / "docs/megatron.md").read_text()
+    own = MegatronLearnerOptions.model_fields.keys() - LearnerOptions.model_fields.keys()
+    assert {name for name in own if f"`{name}" not in text} == {"start_timeout"}
