@@ -211,12 +211,14 @@ def run(case: Case, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", json.dumps(dataclasses.asdict(case)), str(model)]
     command += ["--warmups", str(args.warmups), "--repeats", str(args.repeats), "--limit", str(args.limit)]
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(shown.split(",")[: case.gpus])}  # TRL refuses more than one
+    visible = ",".join(shown.split(",")[: case.gpus])  # TRL refuses more than it uses
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "HF_HUB_OFFLINE": "1"}
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": args.limit + SPARE_SECONDS, "env": env}
     try:
         done = subprocess.run(command, check=False, **options)
-    except subprocess.TimeoutExpired:
-        return {**row, "error": f"took longer than {args.limit:g} s"}
+    except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace")
+        return {**row, "error": f"took longer than {args.limit:g} s", "stderr": said[-4000:]}
     told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not told:
         lost = "out of memory" in done.stderr
