@@ -107,6 +107,14 @@ class MediaProcessor:
         self.placeholder_ids = np.array(sorted({int(id) for id in ids if id is not None}), dtype=np.int64)
         self._pattern = re.compile("|".join(f"(?P<{kind}>{re.escape(token)})" for kind, token in self.tokens.items()))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept and the lock; what another process is sent."""
+        return self.__dict__ | {"_cache": OrderedDict(), "_cached_bytes": 0, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`."""
+        self.__dict__ |= state | {"_lock": threading.Lock()}
+
     @classmethod
     def load(cls, folder: Path, config: MediaConfig, *, trust_remote_code: bool = False) -> MediaProcessor | None:
         """The processor of a model folder; None when the model reads text only. Raises ModelError when it is broken."""

@@ -355,12 +355,13 @@ FAMILIES: dict[str, Callable[[int], Parts]] = {
 
 
 @functools.cache
-def folder(name: str) -> Path:
-    """The family's model folder, built once in a process and removed at its end."""
+def folder(name: str, groups: int = 1) -> Path:
+    """The family's model folder, built once in a process and removed at its end; `groups` are its heads of keys."""
     path = Path(tempfile.mkdtemp(prefix=f"relax-gym-{name}-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     torch.manual_seed(0)
     parts = FAMILIES[name](1)
+    parts.config.get_text_config().num_key_value_heads = groups
     model = parts.model(parts.config)
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() >= 2:  # what begins at 0 would hide the images

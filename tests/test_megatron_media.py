@@ -1,0 +1,289 @@
+"""The Megatron learner with images, videos and audio: the steps of the torch learner, however it is laid out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import families
+import numpy as np
+import pytest
+import torch
+from learner_cases import SMALL, context, save_model
+from megatron_learner_kit import OPTIONS, Outcome, gap, on_ranks
+from safetensors.torch import load_file
+from test_media_learner import sampled
+from torch import Tensor
+from transformers import AutoConfig, Qwen3Config
+
+from relax_gym.config import RunConfig, load_config
+from relax_gym.context import RunContext
+from relax_gym.errors import ConfigError, ModelError, TrainingError
+from relax_gym.run_folder import read_lines
+from relax_gym.train import train
+from relax_gym.types import Batch, TrainingSample
+from relax_gym_trainers.megatron_learner.families import FAMILIES, family_of
+from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
+from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.megatron_learner.rank import RankLearner
+from relax_gym_trainers.megatron_learner.rank_service import Place
+from relax_gym_trainers.megatron_learner.towers import check_deep_stack
+from relax_gym_trainers.torch_learner.learner import TorchLearner
+from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NAMES = ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "qwen3_omni"]
+TOLERANCE = 1e-4  # log-probs differ by float32's last digits of numbers up to 10, all else by about 5e-6
+NO_GRADIENT = "audio_tower.layers.0.self_attn.k_proj.bias"
+"""A softmax is the same whatever is added to all of its inputs: what this is given is rounding."""
+
+
+def run_of(name: str) -> RunContext:
+    """With heads for two tensor-parallel ranks."""
+    folder = families.folder(name, groups=2)
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": str(folder)},
+            "env": [{"id": "test/None-v0"}],
+            "algorithm": {"name": "grpo", "kl_coef": 0.1},
+            "train": {"steps": 2, "groups_per_step": 1, "group_size": 5},
+        }
+    )
+    return RunContext(
+        config=config,
+        run_dir=folder,
+        model_path=folder,
+        tokenizer=families.renderer(name).tokenizer,
+        processor=families.processor(name),
+        never_sampled=tuple(families.renderer(name).never_sampled),
+    )
+
+
+Steps = tuple[tuple[TrainingSample, ...], ...]
+
+
+def by_torch(name: str, steps: Steps, folder: Path, **options: Any) -> Outcome:
+    """The weights are those of the folder that it writes."""
+    trainer = TorchLearner(run_of(name), TorchLearnerOptions(device="cpu", **{**OPTIONS, **options}))
+    metrics = [trainer.step(Batch(version=number, samples=samples)) for number, samples in enumerate(steps)]
+    trainer.export(folder)
+    return Outcome(metrics, load_file(folder / "model.safetensors"))
+
+
+def rank_learner(layout: Layout, place: Place, run: RunContext, **options: Any) -> RankLearner:
+    sizes = {one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)}
+    return RankLearner(place, run, MegatronLearnerOptions(**{**OPTIONS, **options, **sizes}))
+
+
+def stepped(layout: Layout, place: Place, name: str, steps: Steps, options: dict[str, Any]) -> Outcome:
+    trainer = rank_learner(layout, place, run_of(name), **options)
+    metrics = [trainer.step(Batch(version=number, samples=samples)) for number, samples in enumerate(steps)]
+    found = Outcome(metrics, {key: tensor.clone() for key, tensor in trainer.weights()})
+    trainer.close()
+    return found
+
+
+def compare(layouts: list[Layout], name: str, steps: Steps, folder: Path, **options: Any) -> Outcome:
+    recompute = {"recompute": options.pop("recompute")} if "recompute" in options else {}
+    expected = by_torch(name, steps, folder, **options)
+    for layout in layouts:
+        for found in on_ranks(layout, stepped, name, steps, {**options, **recompute}):
+            assert found.weights.keys() == expected.weights.keys()
+            found.weights.pop(NO_GRADIENT, None)
+            theirs = {key: tensor for key, tensor in expected.weights.items() if key in found.weights}
+            apart = gap(found, Outcome(expected.metrics, theirs))
+            assert {key: value for key, value in apart.items() if value > TOLERANCE} == {}, layout
+    return expected
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+TWICE = {"micro_batch_tokens": 300}
+
+
+@pytest.mark.parametrize(("name", "layout"), [("qwen3_vl", Layout(tp=2)), ("qwen2_5_omni", Layout(dp=2))], ids=str)
+def test_steps_are_those_of_the_torch_learner(name: str, layout: Layout, tmp_path: Path) -> None:
+    """On images, videos and, with Omni, audio, next to a sample of text only."""
+    compare([layout], name, (sampled(name),), tmp_path, **TWICE)
+
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2, sequence_parallel=False),
+    Layout(tp=2),
+    Layout(pp=2),
+    Layout(cp=2),
+    Layout(dp=2),
+    Layout(tp=2, pp=2),
+    Layout(dp=2, cp=2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_of_every_family_and_layout_are_those_of_the_torch_learner(name: str, tmp_path: Path) -> None:
+    compare(LAYOUTS, name, (sampled(name), sampled(name)), tmp_path, **TWICE)
+
+
+def test_k48_k70_ranks_without_media_go_on_with_those_that_have_some(tmp_path: Path) -> None:
+    text, first, *_ = sampled("qwen3_vl")
+    assert not text.media and first.media
+    compare([Layout(dp=2)], "qwen3_vl", ((text,), (text, first)), tmp_path, betas=(0.0, 0.0))
+
+
+def test_frozen_encoders_stay_as_they_are(tmp_path: Path) -> None:
+    expected = compare([Layout(tp=2)], "qwen3_vl", (sampled("qwen3_vl"),), tmp_path, freeze_encoders=True)
+    before = load_file(families.folder("qwen3_vl", groups=2) / "model.safetensors")
+    moved = {key for key, tensor in expected.weights.items() if not torch.equal(tensor, before[key])}
+    assert moved and not any("visual" in key for key in moved)
+
+
+@pytest.mark.slow
+def test_features_for_decoder_layers_are_right_when_these_are_computed_again(tmp_path: Path) -> None:
+    compare([Layout(tp=2), Layout(cp=2)], "qwen3_vl", (sampled("qwen3_vl"),), tmp_path, recompute="full")
+
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny_image.toml"
+SHORT = [
+    "threads=1",
+    "trackers=[]",
+    "warmup.steps=2",
+    "warmup.episodes_per_step=4",
+    "train.steps=2",
+    "train.groups_per_step=2",
+    "train.group_size=3",
+    "eval.every=0",
+    "eval.episodes=2",
+]
+
+
+def lines(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of a run."""
+    train(load_config(EXAMPLE, [f"run_dir={folder}", *SHORT, *overrides]))
+    return read_lines(folder / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_a_run_on_pictures_is_that_of_the_torch_learner(tmp_path: Path) -> None:
+    expected = lines(tmp_path / "torch")
+    found = lines(tmp_path / "megatron", "learner.name=megatron", "learner.tp=2")
+    own = ("time/", "perf/", "seconds", "padded_tokens", "prefix_saved_tokens")
+    assert [set(line) for line in found] == [set(line) for line in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        compared = {name: value for name, value in theirs.items() if not any(part in name for part in own)}
+        assert {name: ours[name] for name in compared} == pytest.approx(compared, rel=1e-3, abs=1e-5)
+
+
+# Weights and state ----------------------------------------------------------------------------------------------------
+
+
+def written(layout: Layout, place: Place, name: str, folder: Path) -> dict[str, Tensor]:
+    trainer = rank_learner(layout, place, run_of(name))
+    trainer.export(folder)
+    trainer.close()
+    return load_file(folder / "model.safetensors") if place.rank == 0 else {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_come_back_under_their_names_bit_for_bit(name: str, tmp_path: Path) -> None:
+    found = on_ranks(Layout(tp=2, pp=2) if name == "qwen3_vl" else Layout(), written, name, tmp_path)[0]
+    expected = load_file(families.folder(name, groups=2) / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+
+
+def saved(layout: Layout, place: Place, name: str, folder: Path, load: bool) -> dict[str, Tensor]:
+    """The weights after a first step, saved, or after a second, loaded between them."""
+    trainer = rank_learner(layout, place, run_of(name))
+    if load:
+        trainer.load(folder)
+    trainer.step(Batch(version=int(load), samples=sampled(name)))
+    if not load:
+        trainer.save_state(folder)
+        trainer.finish_save()
+    weights = {key: tensor.clone() for key, tensor in trainer.weights()}
+    trainer.close()
+    return weights
+
+
+@pytest.mark.slow
+def test_state_goes_on_in_another_layout(tmp_path: Path) -> None:
+    name, (folder, exported) = "qwen3_vl", (tmp_path / "state", tmp_path / "torch")
+    folder.mkdir()
+    samples = sampled(name)
+    on_ranks(Layout(tp=2), saved, name, folder, False)
+    found = on_ranks(Layout(pp=2), saved, name, folder, True)[0]
+    expected = by_torch(name, (samples, samples), exported).weights
+    apart = {key: float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items()}
+    assert {key: value for key, value in apart.items() if value > TOLERANCE} == {}
+
+
+def test_positions_axes_are_those_of_transformers() -> None:
+    sections = [24, 20, 20]
+    for model_type, interleaved in (("qwen2_5_vl_text", False), ("qwen3_vl_text", True)):
+        config = Qwen3Config(head_dim=128)
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+        axes = FAMILIES[model_type].axes(config)
+        assert axes is not None and np.bincount(axes).tolist() == sections
+        assert axes[:4].tolist() == ([0, 1, 2, 0] if interleaved else [0, 0, 0, 0])
+
+
+def test_ranks_in_other_processes_are_given_the_processor() -> None:
+    processor = families.processor("qwen3_vl")
+    media = sampled("qwen3_vl")[1].media[0].media
+    other = pickle.loads(pickle.dumps(processor))
+    assert torch.equal(other.features(media).tensors["pixel_values"], processor.features(media).tensors["pixel_values"])
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def refusal(layout: Layout, place: Place, run: RunContext, samples: Any, options: dict[str, Any]) -> str:
+    try:
+        rank_learner(layout, place, run, **options).step(Batch(version=0, samples=samples))
+    except (ConfigError, ModelError, TrainingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(run: RunContext, samples: Any = (), **options: Any) -> str:
+    return str(on_ranks(Layout(), refusal, run, samples, options)[0])
+
+
+def test_k40_placeholders_without_media_and_media_without_a_reader_are_refused() -> None:
+    run, sample = run_of("qwen3_vl"), sampled("qwen3_vl")[1]
+    found = refused(run, [dataclasses.replace(sample, media=())])
+    assert found.startswith("TrainingError: samples have ") and "but their media stand for 0" in found
+    found = refused(dataclasses.replace(run, processor=None), [sample])
+    assert found.startswith("TrainingError: the model reads text only, but samples have <")
+
+
+def test_models_without_encoders_have_none_to_freeze(tmp_path: Path) -> None:
+    text = context(save_model(tmp_path, Qwen3Config(**SMALL)))
+    assert refused(text, freeze_encoders=True) == (
+        "ConfigError: learner.freeze_encoders = true, but qwen3 models have no encoder of images, video or audio"
+    )
+
+
+def test_k38_families_that_are_not_supported_are_refused() -> None:
+    assert "use the torch learner" in refused(run_of("smolvlm"))
+    with pytest.raises(ModelError, match=r"mrope_section = None.*qwen3_vl_text models only with any"):
+        config = AutoConfig.from_pretrained(families.folder("qwen3_vl")).get_text_config()
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+        family_of(config)
+
+
+@functools.cache
+def deep() -> Any:
+    return AutoConfig.from_pretrained(families.folder("qwen3_vl"))
+
+
+def test_a_pipeline_must_not_cut_the_layers_that_are_given_features() -> None:
+    assert check_deep_stack(deep(), 1) == 1
+    with pytest.raises(
+        ConfigError, match=r"to their first 1 layers, but the first pipeline stage has 0; lower learner\.pp"
+    ):
+        check_deep_stack(deep(), 0)
