@@ -161,18 +161,18 @@ class Checkpointer:
     def _assembled(self, slot: Slot, writer: int | None, *, moments: bool) -> dict[str, Tensor]:
         """On the writer, the whole of the parameter and its moments; those that share it with the writer help."""
         pieces, kinds = slot.pieces(), (WEIGHT, *(MOMENTS if moments and slot.optimizer is not None else ()))
-        if writer is None:
+        shape, shared = slot.parameter.shape, slot.group is not None and slot.group.size() > 1
+        if writer is None or not (shared or writer == self._rank):
             return {}
-        shape = slot.parameter.shape
-        if slot.group is None or slot.group.size() == 1:
-            return {kind: pieces[kind].reshape(shape) for kind in kinds} if writer == self._rank else {}
+        if not shared:  # what has no moments was never stepped
+            return {kind: pieces[kind].reshape(shape) if kind in pieces else torch.zeros(shape) for kind in kinds}
         out = {}
         for kind in kinds:
-            whole = torch.zeros(slot.parameter.numel(), dtype=torch.float32, device=slot.parameter.device)
+            flat = torch.zeros(slot.parameter.numel(), dtype=torch.float32, device=slot.parameter.device)
             if kind in pieces:
-                whole[slot.span] = pieces[kind]
-            dist.reduce(whole.view(torch.int32), writer, group=slot.group)  # of bits: -0 and NaN stay what they are
-            out[kind] = whole.view(shape)
+                flat[slot.span] = pieces[kind]
+            dist.reduce(flat.view(torch.int32), writer, group=slot.group)  # of bits: -0 and NaN stay what they are
+            out[kind] = flat.view(shape)
         return out if writer == self._rank else {}
 
     def _writers(self, offers: Sequence[Sequence[tuple[tuple[str, ...], int]]]) -> list[int | None]:
