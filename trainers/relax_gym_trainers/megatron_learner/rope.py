@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relax_gym_trainers.fused import fused
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
 from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
-
-from megatron.core.jit import jit_fuser  # isort: skip
 
 
 class RotaryAttention(CoreAttention):
@@ -51,7 +50,7 @@ def keep_angles(
         packed.rotary = angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-@jit_fuser  # type: ignore[untyped-decorator]
+@fused
 def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """[t, heads, head] turned; the first half of each head pairs with the second."""
     first, second = heads.chunk(2, -1)

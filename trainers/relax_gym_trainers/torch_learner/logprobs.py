@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from relax_gym_trainers.fused import fused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger("relax_gym")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MIN_LOGIT = -1e5
 """Stands for a log-probability of -inf where it is multiplied by its probability, 0."""
@@ -204,32 +202,6 @@ def blocks(raw: Tensor) -> list[slice]:
     """
     elements = BLOCK_ELEMENTS if raw.device.type == "cpu" else GPU_BLOCK_ELEMENTS
     return slices(len(raw), max(1, elements // raw.shape[1]))
-
-
-def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that goes over its first argument, a tensor, several times: on a GPU compiled so that it does so as
-    seldom as can be, where there is a compiler."""
-
-    @functools.cache
-    def compiled() -> Callable[P, T]:
-        return torch.compile(function, dynamic=True)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> T:
-        first: Any = args[0]
-        if not first.is_cuda or call in _UNCOMPILED:
-            return function(*args, **options)
-        try:
-            return compiled()(*args, **options)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            log.warning("%s is slow on this GPU, as it cannot be compiled: %s", function.__name__, error)
-            _UNCOMPILED.add(call)
-            return function(*args, **options)
-
-    return call
-
-
-_UNCOMPILED: set[Any] = set()
 
 
 @fused
