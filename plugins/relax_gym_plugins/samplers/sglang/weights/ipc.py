@@ -23,19 +23,19 @@ class IpcSender(BucketSender):
 
     async def _send(self, update: Update, bucket: Bucket, extra: dict[str, Any]) -> None:
         parcel = await asyncio.to_thread(Parcel, bucket)
-        before, answered = len(update.live), False
+        lost = set(update.live)
         try:
             await update.post(
                 "/update_weights_from_tensor",
                 lambda server: {
-                    "serialized_named_tensors": [parcel.label() for _ in range(server.tp_size)],
+                    "serialized_named_tensors": [parcel.label(server) for _ in range(server.tp_size)],
                     "load_format": "flattened_bucket",
                     **extra,
                 },
             )
-            answered = len(update.live) == before
+            lost -= set(update.live)
         finally:
-            parcel.free(unread=not answered)
+            parcel.free(lost)
 
     async def close(self) -> None:
         """See `WeightSender.close`."""

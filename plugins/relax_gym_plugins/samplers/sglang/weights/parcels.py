@@ -10,7 +10,8 @@ import contextlib
 import io
 import os
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection, Hashable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -35,6 +36,7 @@ METADATA = _Foreign("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMeta
 REBUILD_CUDA = _Foreign("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified")
 DEVICE = 6  # in the arguments of torch's rebuild_cuda_tensor; SGLang's version takes the device's uuid instead
 COUNTER = slice(11, 13)  # in the same: file and offset of the count of readers
+FILE_HEADER = 64  # bytes before the content of a file of torch's in shared memory
 
 
 class _Call:
@@ -74,14 +76,14 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 class Parcel:
-    """A packed bucket. `label` makes one address for one reader; `free` when all have answered.
+    """A packed bucket. `label` makes one address for one reader's process; `free` when all have answered.
 
     On CPU the bytes lie in a file of /dev/shm, on CUDA in device memory whose IPC handle is passed.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._slots = bucket.slots
-        self._counters: list[tuple[bytes, int]] = []
+        self._counters: list[tuple[Hashable, bytes, int]] = []
         self._file: str | None = None
         if bucket.device.type == "cuda":
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=bucket.device)
@@ -91,40 +93,48 @@ class Parcel:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._flat: Tensor | None = bucket.pack(flat)
 
-    def label(self) -> str:
-        """A pickle for exactly one reader, in base64."""
+    def label(self, reader: Hashable) -> str:
+        """A pickle that `reader` opens once, in base64."""
         metadata = [
             _Call(METADATA, slot.name, slot.shape, slot.dtype, slot.start, slot.end, slot.end - slot.start)
             for slot in self._slots
         ]
         assert self._flat is not None
-        content = {"flattened_tensor": self._address(self._flat), "metadata": metadata}
+        content = {"flattened_tensor": self._address(self._flat, reader), "metadata": metadata}
         buffer = io.BytesIO()
         _Pickler(buffer, protocol=4).dump(content)
         return base64.b64encode(buffer.getvalue()).decode()
 
-    def _address(self, flat: Tensor) -> Any:
+    def _address(self, flat: Tensor, reader: Hashable) -> Any:
         if not flat.is_cuda:
             return flat
         with torch.cuda.device(flat.device):  # this may be a new thread, whose device is 0
             args = list(reductions.reduce_tensor(flat)[1])  # type: ignore[no-untyped-call]
-        self._counters.append(tuple(args[COUNTER]))
+        self._counters.append((reader, *args[COUNTER]))
         args[DEVICE] = str(torch.cuda.get_device_properties(flat.device).uuid)  # ordinals differ between processes
         return _Call(REBUILD_CUDA, *args)
 
-    def free(self, *, unread: bool) -> None:
+    def free(self, lost: Collection[Hashable]) -> None:
         """Give the memory back.
 
         Readers that have let go of the bucket are counted by torch, so memory that one still reads is not used again
-        until it has. `unread` says that some may never open theirs, and that nobody waits for them.
+        until it has. `lost` are those that may never open theirs, and that nobody waits for.
         """
         device = None if self._flat is None else self._flat.device
-        if unread and device is not None and device.type == "cuda":
-            for handle, offset in self._counters:
-                torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
+        if device is not None and device.type == "cuda":
+            for reader, handle, offset in self._counters:
+                if reader in lost and _count(handle, offset) > 0:
+                    torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
         self._flat = None
         if device is not None and device.type == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        if unread and self._file is not None:
+        if lost and self._file is not None:
             with contextlib.suppress(FileNotFoundError):  # everyone has read it after all
                 os.unlink(f"/dev/shm{self._file}")
+
+
+def _count(handle: bytes, offset: int) -> int:
+    """Readers that torch waits for. Below 0, which it takes for many, memory would be kept for ever."""
+    with open(f"/dev/shm{handle.decode()}", "rb") as counters:
+        counters.seek(FILE_HEADER + 8 * offset)
+        return int.from_bytes(counters.read(8), sys.byteorder, signed=True)
