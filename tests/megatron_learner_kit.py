@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.multiprocessing as mp
 from learner_cases import SMALL, context, learner, random_batch, save_model, weights
+from megatron_kit import in_processes
 from megatron_models import by_expert
 from torch import Tensor
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -29,10 +25,15 @@ from relax_gym_trainers.megatron_learner.rank_service import Place
 OPTIONS: dict[str, Any] = {"dtype": "float32", "lr": 1e-2, "eps": 1e-3, "micro_batch_tokens": 40}
 
 
-TINY = {**SMALL, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+TINY: dict[str, Any] = {**SMALL, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 MODELS: dict[str, PretrainedConfig] = {
     "dense": Qwen3Config(**TINY, tie_word_embeddings=True),
     "deep": Qwen3Config(**TINY | {"num_hidden_layers": 4}, tie_word_embeddings=False),
@@ -124,25 +125,12 @@ def rank_learner(layout: Layout, place: Place, number: int, folder: Path, case: 
 
 
 def on_ranks(layout: Layout, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(layout, place, *args)` gives on each rank, in processes forked from the one that has imported
-    Megatron; it has to join the others itself. Results go through `torch.save`."""
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    try:
-        with warnings.catch_warnings():
-            # Python 3.12 warns of forking a process that has threads; those of torch are idle here.
-            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            mp.start_processes(
-                _rank, args=(layout, folder, function, args), nprocs=layout.world_size, start_method="fork"
-            )
-        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(layout.world_size)]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    """What `function(layout, place, *args)` gives on each rank; it joins the others itself."""
+    return in_processes(layout.world_size, _placed, layout, function, args)
 
 
-def _rank(rank: int, layout: Layout, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    place = Place(rank=rank, world=layout.world_size, init_method=f"file://{folder}/meeting")
-    torch.save(function(layout, place, *args), folder / f"{rank}.pt")
+def _placed(rank: int, meeting: str, layout: Layout, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(layout, Place(rank=rank, world=layout.world_size, init_method=meeting), *args)
 
 
 DIFFERENT = ("seconds", "padded_tokens", "prefix_saved_tokens")
