@@ -25,6 +25,7 @@ from relax_gym.errors import ConfigError, ModelError, TrainingError
 from relax_gym.run_folder import read_lines
 from relax_gym.train import train
 from relax_gym.types import Batch, TrainingSample
+from relax_gym_plugins.samplers.local.model import ModelRunner
 from relax_gym_trainers.megatron_learner.families import FAMILIES, family_of
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
@@ -219,6 +220,17 @@ def test_state_goes_on_in_another_layout(tmp_path: Path) -> None:
     expected = by_torch(name, (samples, samples), exported).weights
     apart = {key: float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items()}
     assert {key: value for key, value in apart.items() if value > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_omni"])
+def test_samplers_know_the_names_of_checkpoints(name: str) -> None:
+    """Where they are not those of the model's own parameters."""
+    runner = ModelRunner(families.fresh_model(name), families.processor(name), max_rows=2, max_length=64)
+    given = {key: tensor + 1 for key, tensor in load_file(families.folder(name) / "model.safetensors").items()}
+    runner.load_weights(given)
+    before = dict(families.model(name).named_parameters())
+    for key, parameter in runner.model.named_parameters():
+        torch.testing.assert_close(parameter, before[key] + 1, atol=0, rtol=0)
 
 
 def test_positions_axes_are_those_of_transformers() -> None:

@@ -212,7 +212,7 @@ def add_towers(chunk: LanguageModel, config: PretrainedConfig, whole: Pretrained
     keep_deep_stack(chunk.decoder.layers[:deep])
     for parameter in chunk.towers.parameters():
         # Each rank has the gradient that comes through its tokens; Megatron adds those of such parameters up.
-        parameter.sequence_parallel = chunk.config.sequence_parallel
+        setattr(parameter, "sequence_parallel", chunk.config.sequence_parallel)  # noqa: B010  (mypy knows none)
 
 
 def mark_shards(chunk: LanguageModel) -> None:

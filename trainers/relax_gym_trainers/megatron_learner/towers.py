@@ -77,9 +77,11 @@ class MediaReader:
         present = np.isin(batch.ids, self.processor.placeholder_ids)
         rows = np.flatnonzero(present[share.tokens])
         which = (np.cumsum(present) - 1)[share.tokens[rows]]
-        ids, rows, which = (torch.from_numpy(array).to(device) for array in (batch.ids[present], rows, which))
-        tensors = {name: tensor.to(device) for name, tensor in self.processor.inputs(batch.media).items()}
-        return MediaInputs(ids=ids, tensors=tensors, rows=rows, which=which)
+        own = {"ids": batch.ids[present], "rows": rows, "which": which}
+        return MediaInputs(
+            tensors={name: tensor.to(device) for name, tensor in self.processor.inputs(batch.media).items()},
+            **{name: torch.from_numpy(array).to(device) for name, array in own.items()},
+        )
 
 
 class Towers(nn.Module):
@@ -142,11 +144,11 @@ class _Decoder(nn.Module):
     ) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        seen = visual_pos_masks[0].nonzero()[:, 0] if visual_pos_masks is not None else None
-        self.deep = [
-            torch.zeros_like(inputs_embeds[0]).index_copy(0, seen, features.to(inputs_embeds))
-            for features in (deepstack_visual_embeds or ())
-        ]
+        self.deep = []
+        if visual_pos_masks is not None:
+            (seen,) = visual_pos_masks[0].nonzero(as_tuple=True)
+            blank = torch.zeros_like(inputs_embeds[0])
+            self.deep = [blank.index_copy(0, seen, one.to(blank)) for one in deepstack_visual_embeds or ()]
         return BaseModelOutputWithPast(last_hidden_state=cast(Any, inputs_embeds))
 
 
