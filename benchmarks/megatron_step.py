@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe, installed
-from shapes import GPU, SHAPES, Shape, build_model
+from shapes import GPU, SHAPES, build_model, training_flops
 
 from relax_gym.config import RunConfig
 from relax_gym.context import RunContext
@@ -75,18 +75,6 @@ class Case:
         return self.rows * self.layout.get("dp", 1)
 
 
-def flops(shape: Shape, case: Case) -> float:
-    """Of one step; see the module."""
-    length = case.prompt + case.completion - 1  # nothing is predicted from the last token
-    attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
-    mlp = 3 * shape.hidden * shape.intermediate
-    if shape.experts:
-        mlp = mlp * shape.experts_per_token + shape.hidden * shape.experts
-    weights = shape.layers * (attention + mlp) * length + shape.vocabulary * shape.hidden * case.completion
-    scores = shape.layers * shape.heads * shape.head_dim * length**2
-    return 6.0 * case.total_rows * (weights + scores)
-
-
 # One case, in its process ---------------------------------------------------------------------------------------------
 
 
@@ -123,15 +111,9 @@ def make_batch(case: Case) -> Batch:
 
 def make_learner(case: Case, model: Path, folder: Path, limit: float) -> Any:
     """The torch or the Megatron learner."""
-    rows = {"groups_per_step": max(1, case.total_rows // 2), "group_size": 2}
-    config = RunConfig.model_validate(
-        {
-            "model": {"name": str(model)},
-            "env": [{"id": "bench/None-v0"}],
-            "algorithm": {"name": "grpo"},
-            "train": {"steps": 100, **rows},
-        }
-    )
+    train = {"steps": 100, "groups_per_step": max(1, case.total_rows // 2), "group_size": 2}
+    told = {"model": {"name": str(model)}, "env": [{"id": "bench/None-v0"}], "algorithm": {"name": "grpo"}}
+    config = RunConfig.model_validate({**told, "train": train})
     context = RunContext(config=config, run_dir=folder, model_path=model, tokenizer=load_tokenizer(model))
     common: dict[str, Any] = {"dtype": case.dtype, "micro_batch_tokens": case.at_once}
     if case.learner == "torch":
@@ -186,11 +168,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
     short = {**batch, "rows": args.trl_rows, "prompt": args.trl_prompt, "completion": args.trl_completion}
     found = []
     if "steps" in args.cases:
-        found += [
-            Case(learner="megatron", at_once=n, recompute=way, **batch)
-            for way in args.recompute
-            for n in args.micro_batch_tokens
-        ]
+        ways = [(way, n) for way in args.recompute for n in args.micro_batch_tokens]
+        found += [Case(learner="megatron", at_once=n, recompute=way, **batch) for way, n in ways]
     if "torch" in args.cases:
         found += [Case(learner="torch", at_once=n, **batch) for n in args.micro_batch_tokens]
     if "trl" in args.cases:
@@ -226,7 +205,8 @@ def run(case: Case, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     row |= json.loads(told[-1].removeprefix(MARK))
     median = statistics.median(row["seconds"])
     tokens = case.total_rows * (case.prompt + case.completion)
-    mfu = flops(SHAPES[case.size], case) / median / case.gpus / PEAK if GPU else None
+    needed = training_flops(SHAPES[case.size], case.total_rows, case.prompt, case.completion)
+    mfu = needed / median / case.gpus / PEAK if GPU else None
     return {**row, "median": median, "tokens_per_s": tokens / median, "mfu": mfu}
 
 

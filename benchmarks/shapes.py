@@ -89,3 +89,14 @@ def write_tokenizer(size: int, folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"t{id}": id for id in range(size)}, unk_token="t0"))
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def training_flops(shape: Shape, rows: int, prompt: int, completion: int) -> float:
+    """What forward and backward of rows need whose completions are trained; see `megatron_step.py`."""
+    length = prompt + completion - 1  # nothing is predicted from the last token
+    attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+    mlp = 3 * shape.hidden * shape.intermediate
+    if shape.experts:
+        mlp = mlp * shape.experts_per_token + shape.hidden * shape.experts
+    weights = shape.layers * (attention + mlp) * length + shape.vocabulary * shape.hidden * completion
+    return 6.0 * rows * (weights + shape.layers * shape.heads * shape.head_dim * length**2)
