@@ -72,9 +72,11 @@ def exported(trained: MegatronLearner, folder: Path) -> dict[str, Tensor]:
     return saved(folder)
 
 
+# First those with a learner of their own: a process is a rank of one at a time.
+
+
 @pytest.mark.slow
 def test_tied_embeddings_are_published_once_in_the_dtype_that_is_trained_in(tmp_path: Path) -> None:
-    """First of all: a process is a rank of one learner at a time."""
     folder = save_model(tmp_path, qwen3())
     found = learner(folder, pp=2, dtype="bfloat16")
     got = dict(found.weights())
@@ -84,6 +86,56 @@ def test_tied_embeddings_are_published_once_in_the_dtype_that_is_trained_in(tmp_
     assert all(
         tensor.dtype is torch.bfloat16 and torch.equal(tensor, want[name].bfloat16()) for name, tensor in got.items()
     )
+
+
+IDS = [5, 20, 33, 47, 8, 60, 21, 12]
+
+
+def plain_logprobs(folder: Path) -> list[float]:
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        scores = model(torch.tensor([IDS])).logits[0].log_softmax(-1)
+    return [float(scores[at, id]) for at, id in enumerate(IDS[1:])]
+
+
+@pytest.mark.sglang
+def test_a_real_server_samples_from_what_two_ranks_have_trained(tmp_path: Path) -> None:
+    """By every way, after a step each; its log-probs are those of the exported model."""
+    model = tmp_path / "model"
+    build_tiny_qwen3(TinyOptions(), model)
+    tokenizer = load_tokenizer(model)
+    run = dataclasses.replace(context(model), tokenizer=tokenizer)
+    trained = MegatronLearner(run, MegatronLearnerOptions.model_validate({"dtype": "float32", "tp": 2, "timeout": 200}))
+
+    async def published(engine: Engine, way: str, version: int) -> list[float]:
+        way_there = sender(way, model, tmp_path / "weights")
+        assert await way_there.open([engine]) == {}
+        assert await way_there.send([engine], trained.weights(), version) == {}
+        body: dict[str, Any] = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 1}}
+        meta = (await engine.generate({**body, "return_logprob": True, "logprob_start_len": 0}, timeout=60))[
+            "meta_info"
+        ]
+        await way_there.close()
+        assert meta["weight_version"] == str(version)
+        return [entry[0] for entry in meta["input_token_logprobs"][1:]]
+
+    async def use() -> None:
+        server = cpu_server(model, tmp_path / "server.log")
+        await server.start()
+        engine = Engine(server.url, headers=server.headers)
+        await engine.connect()
+        for version, way in enumerate(("ipc", "disk", "broadcast"), start=1):
+            trained.step(random_batch(version))
+            got = await published(engine, way, version)
+            trained.export(tmp_path / way)
+            torch.testing.assert_close(
+                torch.tensor(got), torch.tensor(plain_logprobs(tmp_path / way)), atol=2e-4, rtol=0
+            )
+        await engine.aclose()
+        await server.stop()
+
+    asyncio.run(use())
+    trained.close()
 
 
 @pytest.mark.slow
@@ -153,53 +205,3 @@ def test_k116_weights_that_nobody_takes_block_no_rank(trained: MegatronLearner, 
     assert trained.step(random_batch(1))["updates"] == 1
     with pytest.raises(RuntimeError, match="lost to a later call"):
         list(left[0])
-
-
-IDS = [5, 20, 33, 47, 8, 60, 21, 12]
-
-
-def plain_logprobs(folder: Path) -> list[float]:
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        scores = model(torch.tensor([IDS])).logits[0].log_softmax(-1)
-    return [float(scores[at, id]) for at, id in enumerate(IDS[1:])]
-
-
-@pytest.mark.sglang
-def test_a_real_server_samples_from_what_two_ranks_have_trained(tmp_path: Path) -> None:
-    """By every way, after a step each; its log-probs are those of the exported model."""
-    model = tmp_path / "model"
-    build_tiny_qwen3(TinyOptions(), model)
-    tokenizer = load_tokenizer(model)
-    run = dataclasses.replace(context(model), tokenizer=tokenizer)
-    trained = MegatronLearner(run, MegatronLearnerOptions.model_validate({"dtype": "float32", "tp": 2, "timeout": 200}))
-
-    async def published(engine: Engine, way: str, version: int) -> list[float]:
-        way_there = sender(way, model, tmp_path / "weights")
-        assert await way_there.open([engine]) == {}
-        assert await way_there.send([engine], trained.weights(), version) == {}
-        body: dict[str, Any] = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 1}}
-        meta = (await engine.generate({**body, "return_logprob": True, "logprob_start_len": 0}, timeout=60))[
-            "meta_info"
-        ]
-        await way_there.close()
-        assert meta["weight_version"] == str(version)
-        return [entry[0] for entry in meta["input_token_logprobs"][1:]]
-
-    async def use() -> None:
-        server = cpu_server(model, tmp_path / "server.log")
-        await server.start()
-        engine = Engine(server.url, headers=server.headers)
-        await engine.connect()
-        for version, way in enumerate(("ipc", "disk", "broadcast"), start=1):
-            trained.step(random_batch(version))
-            got = await published(engine, way, version)
-            trained.export(tmp_path / way)
-            torch.testing.assert_close(
-                torch.tensor(got), torch.tensor(plain_logprobs(tmp_path / way)), atol=2e-4, rtol=0
-            )
-        await engine.aclose()
-        await server.stop()
-
-    asyncio.run(use())
-    trained.close()
