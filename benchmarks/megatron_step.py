@@ -85,7 +85,8 @@ def random_ids(case: Case) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def make_batch(case: Case) -> Batch:
-    """Groups of two rows, with advantages 1 and -1."""
+    """Groups of two rows, with advantages 1 and -1, and log-probs as if all tokens were as likely."""
+    uniform = np.float32(-np.log(SHAPES[case.size].vocabulary))
     mask = np.repeat(np.array([0, 1], dtype=np.int8), [case.prompt, case.completion])
     span = (case.prompt, case.prompt + case.completion)
     samples = [
@@ -96,7 +97,7 @@ def make_batch(case: Case) -> Batch:
             segment=0,
             token_ids=ids,
             loss_mask=mask,
-            logprobs=np.where(mask == 1, np.float32(-10), np.float32(0)),
+            logprobs=mask * uniform,
             versions=np.where(mask == 1, 0, -1).astype(np.int32),
             advantages=(mask * (-1.0) ** number).astype(np.float32),
             turn_spans=(span,),
