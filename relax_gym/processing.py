@@ -175,9 +175,14 @@ class MediaProcessor:
                 f"{type(self.processor).__name__} reads {' and '.join(self.tokens) or 'text only'}, not {media.kind}; "
                 "use another model, or an environment without"
             )
+        from torch import autocast
+
         arguments = {**self._kwargs, **self._arguments(media)}
         try:
-            out = self.processor(text=[token], return_tensors="pt", return_text_replacement_offsets=True, **arguments)
+            with autocast("cpu", enabled=False):  # a learner may ask within its own
+                out = self.processor(
+                    text=[token], return_tensors="pt", return_text_replacement_offsets=True, **arguments
+                )
         except Exception as error:  # a processor raises whatever the arithmetic on a strange shape raises
             raise MediaError(f"{type(self.processor).__name__} cannot process {media!r}: {error}") from error
         (replacement,) = out["text_replacement_offsets"][0]

@@ -254,6 +254,16 @@ def test_ranks_in_other_processes_are_given_the_processor() -> None:
     assert torch.equal(other.features(media).tensors["pixel_values"], processor.features(media).tensors["pixel_values"])
 
 
+def test_features_are_the_same_where_arithmetic_is_less_precise() -> None:
+    processor = families.processor("qwen3_omni")
+    other = pickle.loads(pickle.dumps(processor))
+    for media in {placed.media for sample in sampled("qwen3_omni") for placed in sample.media}:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = other.features(media).tensors
+        for name, tensor in processor.features(media).tensors.items():
+            assert torch.equal(found[name], tensor)
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
