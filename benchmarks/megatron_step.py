@@ -126,7 +126,7 @@ def make_learner(case: Case, model: Path, folder: Path, limit: float) -> Any:
     from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 
     limits = {"timeout": limit, "start_timeout": limit}
-    options = MegatronLearnerOptions(recompute=case.recompute, **case.layout, **limits, **common)  # type: ignore[arg-type]
+    options = MegatronLearnerOptions(recompute=case.recompute, **case.layout, **limits, **common)
     return MegatronLearner(context, options)
 
 

@@ -23,7 +23,8 @@ def make_step(
     """
     try:
         from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
+        from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_trainer import GRPOTrainer
     except (ImportError, RuntimeError) as error:  # the latter is how it says that something else is missing
         raise SystemExit(f"TRL is missing here, or what it needs: {error}; pip install trl") from error
     rows, steps = len(ids), len(ids) // rows_at_once
@@ -73,6 +74,6 @@ def make_step(
     return step
 
 
-def no_reward(completions: list[Any], **rest: Any) -> list[float]:
+def no_reward(completions: list[Any], **rest: Any) -> list[float | None]:
     """Never asked."""
     return [0.0] * len(completions)
