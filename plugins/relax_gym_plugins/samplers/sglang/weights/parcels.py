@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -83,7 +83,7 @@ class Parcel:
 
     def __init__(self, bucket: Bucket) -> None:
         self._slots = bucket.slots
-        self._counters: list[tuple[Hashable, bytes, int]] = []
+        self._counters: list[tuple[object, bytes, int]] = []
         self._file: str | None = None
         if bucket.device.type == "cuda":
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=bucket.device)
@@ -93,7 +93,7 @@ class Parcel:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._flat: Tensor | None = bucket.pack(flat)
 
-    def label(self, reader: Hashable) -> str:
+    def label(self, reader: object) -> str:
         """A pickle that `reader` opens once, in base64."""
         metadata = [
             _Call(METADATA, slot.name, slot.shape, slot.dtype, slot.start, slot.end, slot.end - slot.start)
@@ -105,7 +105,7 @@ class Parcel:
         _Pickler(buffer, protocol=4).dump(content)
         return base64.b64encode(buffer.getvalue()).decode()
 
-    def _address(self, flat: Tensor, reader: Hashable) -> Any:
+    def _address(self, flat: Tensor, reader: object) -> Any:
         if not flat.is_cuda:
             return flat
         with torch.cuda.device(flat.device):  # this may be a new thread, whose device is 0
@@ -114,7 +114,7 @@ class Parcel:
         args[DEVICE] = str(torch.cuda.get_device_properties(flat.device).uuid)  # ordinals differ between processes
         return _Call(REBUILD_CUDA, *args)
 
-    def free(self, lost: Collection[Hashable]) -> None:
+    def free(self, lost: Collection[object]) -> None:
         """Give the memory back.
 
         Readers that have let go of the bucket are counted by torch, so memory that one still reads is not used again
