@@ -184,4 +184,7 @@ def destroy() -> None:
     """Leave all groups. Idempotent."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, dist.ProcessGroup):  # it forgets some, whose threads a fork of this process has not
+                setattr(parallel_state, name, None)
         dist.destroy_process_group()
