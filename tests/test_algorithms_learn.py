@@ -46,7 +46,7 @@ def imitate(folder: Path, seed: int, model: dict[str, Any], **warmup: Any) -> Pa
     return folder / "checkpoints" / "step-000001"
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
+@pytest.fixture(scope="module", params=[0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2))])
 def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Seed, and a model that has imitated an expert half of whose guesses are random."""
     model = {"name": "tiny-qwen3", "kwargs": {"hidden_size": 64, "num_layers": 2, "seed": request.param}}
