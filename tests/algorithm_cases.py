@@ -14,6 +14,7 @@ from torch import Tensor
 from relax_gym.algorithm import Algorithm, TrainedTokens
 from relax_gym.plugins import plugins
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, TrainingSample, Trajectory, Turn
+from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.backend import TorchBackend
 from relax_gym_trainers.torch_learner.objectives import Objective
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
@@ -146,7 +147,8 @@ class TableBackend(TorchBackend):
         self.policy: Any = policy
         self.options = TorchLearnerOptions(micro_batch_tokens=budget)
         self.parameters: Any = [policy.table]
-        self.reference = [random_table(2)]
+        self.reference = Reference(self.parameters)
+        self.reference.values = [random_table(2)]
 
 
 def random_table(seed: int) -> Tensor:
