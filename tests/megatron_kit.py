@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 import warnings
@@ -28,6 +29,7 @@ def in_processes(count: int, function: Callable[..., Any], *args: Any) -> list[A
     Results go through `torch.save`. An error of a process is raised here with its traceback.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    gc.collect()  # here, where the threads are that finalizers of an earlier test's learner wait for
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of forking a process that has threads; those of torch are idle here.
@@ -39,6 +41,7 @@ def in_processes(count: int, function: Callable[..., Any], *args: Any) -> list[A
 
 
 def _process(number: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what the parent's garbage is by then is not this process's
     torch.set_num_threads(1)
     torch.save(function(number, f"file://{folder}/meeting", *args), folder / f"{number}.pt")
 
