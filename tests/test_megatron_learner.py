@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_cases import NAMES, NEEDED
 from learner_cases import learner, random_batch, weights
 from megatron_learner_kit import (
     Case,
@@ -127,20 +128,6 @@ def test_k23_five_steps_are_those_of_the_torch_learner(
 
 # Algorithms -----------------------------------------------------------------------------------------------------------
 
-NAMES = [
-    "cispo",
-    "dapo",
-    "dr_grpo",
-    "grpo",
-    "gspo",
-    "gspo_token",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "rloo",
-    "sapo",
-    "sft",
-]
-NEEDED = {"dr_grpo": {"token_sum_norm": 8.0}}
 MASKED = {"correction_level": "sequence", "sequence_mask_delta": 0.05, "old_logprobs": "recompute"}
 K1, K3 = {"kl_reward_coef": 0.1}, {"kl_reward_coef": 0.1, "kl_reward_estimator": "k3", "old_logprobs": "recompute"}
 SCHEDULE = {"schedule": "cosine", "warmup_steps": 1, "grad_clip": 0.05}
