@@ -46,9 +46,38 @@ def _import_megatron() -> None:
 
 _import_megatron()
 
-from megatron.core.tensor_parallel import mappings  # noqa: E402
+from megatron.core.optimizer import clip_grads  # noqa: E402
+from megatron.core.tensor_parallel import layers, mappings  # noqa: E402
 from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
 from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
+
+
+class _WeightGradients:
+    """What Megatron takes from Apex to add the gradient of a matrix to a buffer as it is computed."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
+        """total [o, i] float32 += gradᵀ [o, t] @ inputs [t, i]."""
+        if inputs.dtype == total.dtype:
+            total.addmm_(grad.T, inputs)
+        elif inputs.is_cuda:
+            torch.addmm(total, grad.T, inputs, out_dtype=total.dtype, out=total)
+        else:
+            total.add_(grad.T @ inputs)
+
+
+if not layers._grad_accum_fusion_available:
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
+
+
+def _norm(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], *options: object) -> tuple[Tensor, None]:
+    """Megatron's stand-in for Apex reads the norm of each tensor off the device."""
+    return torch.nn.utils.get_total_norm(tensors[0]).float().reshape(1), None
+
+
+if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
+    clip_grads.l2_norm_impl = _norm
 
 
 class CudaIsCpu(TorchFunctionMode):

@@ -63,6 +63,7 @@ class RankLearner(PolicyLearner):
             self._dtype,
             whole=whole,
             calculate_per_token_loss=True,
+            gradient_accumulation_fusion=True,
             **RECOMPUTE[options.recompute],
         )
         if options.freeze_encoders:

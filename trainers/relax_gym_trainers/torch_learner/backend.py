@@ -86,4 +86,4 @@ class TorchBackend:
 
     def merge(self, tally: Tally) -> Tally:
         """See `Backend.merge`."""
-        return tally
+        return tally.settle()

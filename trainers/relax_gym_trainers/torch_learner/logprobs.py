@@ -214,7 +214,7 @@ def score_block(raw: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Tenso
 def grad_block(raw: Tensor, head: Head, *values: Any) -> Tensor:
     """`_grad_logits` against W h + b, some rows of it, which are overwritten."""
     logits, slope = head.logits(raw)
-    return _grad_logits(logits, *values).mul_(slope)
+    return _grad_logits(logits, *values).mul_(slope).to(raw.dtype)
 
 
 def reduce(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

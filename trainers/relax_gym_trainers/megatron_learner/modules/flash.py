@@ -1,7 +1,7 @@
 """torch's flash kernel for packed rows of any length and grouped queries.
 
-Its public face, `torch.nn.attention.varlen.varlen_attn`, takes no grouped queries in most releases, and copying keys and
-values for each query costs 5 % of a step. So this calls the two operators under it.
+Its public face, `torch.nn.attention.varlen.varlen_attn`, takes no grouped queries in most releases, and copies of keys
+and values for each query cost 5 % of a step. So this calls the two operators under it.
 """
 
 from __future__ import annotations
