@@ -14,6 +14,7 @@ from torch import Tensor
 
 from relax_gym.errors import TrainingError
 from relax_gym.types import TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.megatron_learner import batches, compat  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan, split_for_context
 from relax_gym_trainers.megatron_learner.divergence import shared_head, vocab_parallel_divergence
@@ -30,7 +31,6 @@ from relax_gym_trainers.torch_learner.divergence import Target
 from relax_gym_trainers.torch_learner.logprobs import Head as Rows
 from relax_gym_trainers.torch_learner.objectives import Piece
 from relax_gym_trainers.torch_learner.update import Part, Tally, differentiate, finite, imitation_loss
-from relax_gym_trainers.transfer import upload
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from relax_gym_trainers.device import add_product
+
 CPU = torch.device("cpu")
 _PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
 
@@ -58,12 +60,7 @@ class _WeightGradients:
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
         """total [o, i] float32 += gradᵀ [o, t] @ inputs [t, i]."""
-        if inputs.dtype == total.dtype:
-            total.addmm_(grad.T, inputs)
-        elif inputs.is_cuda:
-            torch.addmm(total, grad.T, inputs, out_dtype=total.dtype, out=total)
-        else:
-            total.add_(grad.T @ inputs)
+        add_product(total, grad.T, inputs)
 
 
 if not layers._grad_accum_fusion_available:

@@ -18,10 +18,10 @@ from transformers import PretrainedConfig
 from relax_gym.errors import ConfigError
 from relax_gym.models import empty_language_model
 from relax_gym.processing import MediaProcessor
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.torch_learner.packing import check_placeholders
-from relax_gym_trainers.transfer import upload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

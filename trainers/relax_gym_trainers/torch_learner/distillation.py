@@ -18,13 +18,13 @@ from relax_gym.models import resolve_model
 from relax_gym.teacher import Distillation, Teacher, checked_scores
 from relax_gym.trajectory import with_advantage
 from relax_gym.types import TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.functional import append_tail, distilled_advantages, divergence
 from relax_gym_trainers.torch_learner.divergence import FullVocabulary, Target, TopTokens, compare_all
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.packing import MicroBatch
 from relax_gym_trainers.torch_learner.policy import Policy
 from relax_gym_trainers.torch_learner.teacher import FrozenTeacher, TeacherSettings, load_teacher, vocabulary_rows
-from relax_gym_trainers.transfer import upload
 
 
 class Distiller:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from relax_gym_trainers.device import add_product
 from relax_gym_trainers.fused import fused
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def backward_head(
         _differentiate(raw, ctx.head, values(rows), grad_block, grad_bias)
         grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
         if grad_weight is not None:
-            _add_product(grad_weight, raw.T, hidden_[rows])
+            add_product(grad_weight, raw.T, hidden_[rows])
         raw = None  # lets go of one chunk's logits before the next one's are there
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias
 
@@ -166,14 +167,6 @@ def _differentiate(
         block.copy_(grad)  # nothing to do where `grad` is `block`
         if grad_bias is not None:
             grad_bias += grad.sum(0).to(grad_bias.dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 def cut(values: Sequence[Any], rows: slice) -> list[Any]:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from relax_gym.errors import ModelError, TrainingError
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.torch_learner.logprobs import MIN_LOGIT, Head, _HeadLogProbs, linear, without
 from relax_gym_trainers.torch_learner.packing import MicroBatch, check_placeholders
 from relax_gym_trainers.torch_learner.replay import RouterReplay
-from relax_gym_trainers.transfer import upload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

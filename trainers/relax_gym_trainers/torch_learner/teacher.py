@@ -19,11 +19,11 @@ from relax_gym.models import load_tokenizer
 from relax_gym.processing import MediaProcessor
 from relax_gym.teacher import Teacher, TeacherScores
 from relax_gym.types import TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.torch_learner import model as models
 from relax_gym_trainers.torch_learner.logprobs import blocks, cut, fill, slices
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
 from relax_gym_trainers.torch_learner.policy import Policy
-from relax_gym_trainers.transfer import upload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

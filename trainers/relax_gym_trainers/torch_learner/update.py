@@ -16,13 +16,13 @@ from torch import Tensor
 from relax_gym.algorithm import Algorithm, FloatArray, TrainedTokens
 from relax_gym.errors import TrainingError
 from relax_gym.types import Metrics, TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.functional import kl_estimate, token_weights
 from relax_gym_trainers.objective import correction_weight, mismatch, policy_loss
 from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.optimizer import non_finite
 from relax_gym_trainers.torch_learner.packing import IntArray, MicroBatch, pack
 from relax_gym_trainers.torch_learner.policy import Policy
-from relax_gym_trainers.transfer import upload
 
 
 class Trained(Protocol):
@@ -241,7 +241,7 @@ def differentiate(
     device = logprobs.device
     tokens = TrainedTokens(
         logprobs=logprobs.detach().requires_grad_(),
-        old_logprobs=logprobs.detach() if old is None else old.to(logprobs),
+        old_logprobs=logprobs.detach() if old is None else upload(old, device).to(logprobs),
         rollout_logprobs=upload(batch.logprobs, device).to(logprobs),
         advantages=upload(batch.advantages, device).to(logprobs),
         sample=upload(batch.sample, device),

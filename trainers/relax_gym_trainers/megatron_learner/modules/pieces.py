@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_gym_trainers.transfer import upload
+from relax_gym_trainers.device import upload
 
 
 class Alone:
