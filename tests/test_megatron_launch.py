@@ -180,7 +180,6 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("lora = { rank = 4 }", 'the Megatron learner has no lora; learner.name = "torch" trains adapters'),
         (
             'freeze = ["*.mlp.*"]',
             'the Megatron learner has no freeze; learner.name = "torch" does, and freeze_encoders',

@@ -20,6 +20,7 @@ from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatc
 from relax_gym_trainers.megatron_learner.divergence import shared_head, vocab_parallel_divergence
 from relax_gym_trainers.megatron_learner.logprobs import vocab_parallel_logprobs
 from relax_gym_trainers.megatron_learner.model import output_weight
+from relax_gym_trainers.megatron_learner.modules.adapters import changing
 from relax_gym_trainers.megatron_learner.modules.pieces import keep_lengths
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
@@ -88,7 +89,7 @@ class MegatronBackend:
         only."""
         self.chunks, self.layout, self.options, self.head = list(chunks), layout, options, head
         self.reader = reader
-        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        parameters = changing(self.chunks)
         self.device = parameters[0].device
         self.reference = Reference(parameters, offload=options.offload_reference)
         self.control: Any = dist.new_group(backend="gloo")

@@ -13,7 +13,7 @@ from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
-from relax_gym_trainers.megatron_learner import hf, model
+from relax_gym_trainers.megatron_learner import hf, lora, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
 from relax_gym_trainers.megatron_learner.checkpoint import Checkpointer
 from relax_gym_trainers.megatron_learner.distillation import load_distiller
@@ -68,6 +68,9 @@ class RankLearner(PolicyLearner):
         )
         if options.freeze_encoders:
             freeze_encoders(chunks, self._config)
+        if options.lora is not None:
+            encoders = {"freeze_encoders": options.freeze_encoders}
+            lora.adapt(chunks, self._config, whole, self.layout, options.lora, seed=config.seed, **encoders)
         wrapped = wrap(chunks, options)
         self.optimizer = build_optimizer(wrapped, options, self._dtype)
         head = Head(
@@ -85,8 +88,10 @@ class RankLearner(PolicyLearner):
         self._export, self._source = hf.Export(chunks, self._config, bucket_bytes=BUCKET_BYTES), context.model_path
         self._gathering, self._writes = iter(self._export), place.rank == 0
         self._warming_up = self._reference_moved = False
+        control = self.backend.control
+        adapters = lora.facts(chunks, self._config, options, context.model_path, control)
         self._checkpointer = Checkpointer(
-            chunks, self.optimizer, self._config, self.backend.reference, self.backend.control, str(self.layout)
+            chunks, self.optimizer, self._config, self.backend.reference, control, str(self.layout), adapters
         )
         if any(objective.algorithm.needs_reference for objective in self.objectives):
             self.backend.reference.take()
