@@ -68,13 +68,21 @@ if not layers._grad_accum_fusion_available:
     layers._grad_accum_fusion_available = True
 
 
+def _scale(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    """Megatron's stand-in for Apex makes a copy of each tensor."""
+    source, into = tensors
+    if source is not into:
+        torch._foreach_copy_(into, source)
+    torch._foreach_mul_(into, factor)
+
+
 def _norm(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], *options: object) -> tuple[Tensor, None]:
     """Megatron's stand-in for Apex reads the norm of each tensor off the device."""
     return torch.nn.utils.get_total_norm(tensors[0]).float().reshape(1), None
 
 
 if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
-    clip_grads.l2_norm_impl = _norm
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
 
 
 class CudaIsCpu(TorchFunctionMode):

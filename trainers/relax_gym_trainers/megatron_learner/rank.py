@@ -28,7 +28,7 @@ from relax_gym_trainers.torch_learner.objectives import build_objectives
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective"},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": []},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 BUCKET_BYTES = 1 << 28
