@@ -227,7 +227,7 @@ def test_a_teacher_reads_text_and_nothing_of_what_is_the_policys(models: dict[st
     assert same
     for text in refused:
         assert "has image input" in text
-        assert "teacher_engine" in text
+        assert "its teacher reads text only" in text
 
 
 # ---- engines -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from learner_cases import SMALL, context, save_model
 from megatron_learner_kit import OPTIONS, Outcome, gap, on_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_media_learner import sampled
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config
@@ -41,15 +42,17 @@ TOLERANCE = 1e-4  # log-probs differ by float32's last digits of numbers up to 1
 NO_GRADIENT = "audio_tower.layers.0.self_attn.k_proj.bias"
 """A softmax is the same whatever is added to all of its inputs: what this is given is rounding."""
 
+GRPO: dict[str, Any] = {"name": "grpo", "kl_coef": 0.1}
 
-def run_of(name: str) -> RunContext:
+
+def run_of(name: str, algorithm: dict[str, Any] = GRPO) -> RunContext:
     """With heads for two tensor-parallel ranks."""
     folder = families.folder(name, groups=2)
     config = RunConfig.model_validate(
         {
             "model": {"name": str(folder)},
             "env": [{"id": "test/None-v0"}],
-            "algorithm": {"name": "grpo", "kl_coef": 0.1},
+            "algorithm": algorithm,
             "train": {"steps": 2, "groups_per_step": 1, "group_size": 5},
         }
     )
@@ -66,9 +69,9 @@ def run_of(name: str) -> RunContext:
 Steps = tuple[tuple[TrainingSample, ...], ...]
 
 
-def by_torch(name: str, steps: Steps, folder: Path, **options: Any) -> Outcome:
+def by_torch(name: str, steps: Steps, folder: Path, algorithm: dict[str, Any] = GRPO, **options: Any) -> Outcome:
     """The weights are those of the folder that it writes."""
-    trainer = TorchLearner(run_of(name), TorchLearnerOptions(device="cpu", **{**OPTIONS, **options}))
+    trainer = TorchLearner(run_of(name, algorithm), TorchLearnerOptions(device="cpu", **{**OPTIONS, **options}))
     metrics = [trainer.step(Batch(version=number, samples=samples)) for number, samples in enumerate(steps)]
     trainer.export(folder)
     return Outcome(metrics, load_file(folder / "model.safetensors"))
@@ -79,19 +82,23 @@ def rank_learner(layout: Layout, place: Place, run: RunContext, **options: Any) 
     return RankLearner(place, run, MegatronLearnerOptions(**{**OPTIONS, **options, **sizes}))
 
 
-def stepped(layout: Layout, place: Place, name: str, steps: Steps, options: dict[str, Any]) -> Outcome:
-    trainer = rank_learner(layout, place, run_of(name), **options)
+def stepped(
+    layout: Layout, place: Place, name: str, steps: Steps, algorithm: dict[str, Any], options: dict[str, Any]
+) -> Outcome:
+    trainer = rank_learner(layout, place, run_of(name, algorithm), **options)
     metrics = [trainer.step(Batch(version=number, samples=samples)) for number, samples in enumerate(steps)]
     found = Outcome(metrics, {key: tensor.clone() for key, tensor in trainer.weights()})
     trainer.close()
     return found
 
 
-def compare(layouts: list[Layout], name: str, steps: Steps, folder: Path, **options: Any) -> Outcome:
-    recompute = {"recompute": options.pop("recompute")} if "recompute" in options else {}
-    expected = by_torch(name, steps, folder, **options)
+def compare(
+    layouts: list[Layout], name: str, steps: Steps, folder: Path, algorithm: dict[str, Any] = GRPO, **options: Any
+) -> Outcome:
+    own = {key: options.pop(key) for key in ("recompute", "offload_reference") if key in options}
+    expected = by_torch(name, steps, folder, algorithm, **options)
     for layout in layouts:
-        for found in on_ranks(layout, stepped, name, steps, {**options, **recompute}):
+        for found in on_ranks(layout, stepped, name, steps, algorithm, {**options, **own}):
             assert found.weights.keys() == expected.weights.keys()
             found.weights.pop(NO_GRADIENT, None)
             theirs = {key: tensor for key, tensor in expected.weights.items() if key in found.weights}
@@ -149,6 +156,41 @@ def test_frozen_encoders_stay_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_features_for_decoder_layers_are_right_when_these_are_computed_again(tmp_path: Path) -> None:
     compare([Layout(tp=2), Layout(cp=2)], "qwen3_vl", (sampled("qwen3_vl"),), tmp_path, recompute="full")
+
+
+# Teachers -------------------------------------------------------------------------------------------------------------
+
+
+def taught(name: str, folder: Path, **algorithm: Any) -> dict[str, Any]:
+    """By a model of the student's family with other weights."""
+    source = families.folder(name, groups=2)
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(7)
+    weights = {
+        key: tensor + 0.5 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator)
+        for key, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return {"name": "opd", "teacher": str(folder), "rl_weight": 0.5, **algorithm}
+
+
+SEEN = [
+    pytest.param(Layout(tp=2), {"top_k": 4}, {}, id="tp2-top"),
+    pytest.param(Layout(pp=2), {}, {}, id="pp2-whole"),
+    pytest.param(Layout(tp=2), {"level": "reward"}, {}, id="tp2-reward", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2), {}, {"offload_reference": True}, id="cp2-offloaded", marks=pytest.mark.slow),
+    pytest.param(Layout(dp=2), {"level": "reward"}, {}, id="dp2-reward", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "level", "options"), SEEN)
+def test_teachers_see_media_as_in_the_torch_learner(
+    layout: Layout, level: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    algorithm = taught("qwen3_vl", tmp_path / "teacher", **level)
+    steps = (sampled("qwen3_vl"),)
+    expected = compare([layout], "qwen3_vl", steps, tmp_path, algorithm, **TWICE, **options)
+    assert level.get("level") == "reward" or expected.metrics[0]["opd_kl"] > 0.01
 
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny_image.toml"

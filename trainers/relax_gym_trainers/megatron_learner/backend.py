@@ -118,7 +118,7 @@ class MegatronBackend:
         mine = plan.micro_batches(parallel_state.get_data_parallel_rank())
         return RankPart(
             plan=plan,
-            micro_batches=[self._laid_out(batch) for batch in mine],
+            micro_batches=[self.laid_out(batch) for batch in mine],
             total_tokens=plan.total_tokens,
             total_samples=plan.total_samples,
             padded_tokens=plan.padded_tokens,
@@ -258,7 +258,8 @@ class MegatronBackend:
         out: Tensor = chunk(ids, positions, packed_seq_params=packed, media=media)
         return out
 
-    def _laid_out(self, batch: PackedBatch) -> PackedBatch:
+    def laid_out(self, batch: PackedBatch) -> PackedBatch:
+        """The micro-batch with the positions of its media. Raises TrainingError where it cannot be read."""
         if self.reader is not None:
             return self.reader.laid_out(batch)
         if batch.media:
