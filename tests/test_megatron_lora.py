@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from learner_cases import learner, random_batch, save_model, weights
@@ -25,6 +26,9 @@ from megatron_learner_kit import (
 )
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from test_media_learner import sampled
+from test_megatron_media import TWICE, compare
+from transformers import AutoConfig
 
 from relax_gym.errors import ConfigError, RunFolderError
 from relax_gym_trainers.megatron_learner.checkpoint import FOLDER
@@ -104,9 +108,8 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(tp=2, sequence_parallel=False), pytest.param(Layout(tp=2), marks=SLOW)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=False), Layout(tp=2)], ids=str)
 def test_any_of_the_hubs_modules_can_be_adapted_alone(folders: Folders, layout: Layout) -> None:
     found = by_megatron(layout, folders["dense"], list(PARTS.values()))
     for (targets, case), outcome in zip(PARTS.items(), found, strict=True):
@@ -123,6 +126,13 @@ def test_attention_beside_experts_can_be_adapted(folders: Folders) -> None:
     case = Case(options={"lora": {**LORA, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}}, steps=batches(2))
     (found,) = by_megatron(Layout(tp=2, ep=2, etp=1), folders["experts"], [case])
     assert_same(found, by_torch(folders["experts"], case))
+
+
+@pytest.mark.slow
+def test_the_decoder_beside_encoders_can_be_adapted(tmp_path: Path) -> None:
+    """Hugging Face's folders call its modules otherwise than the model does."""
+    options = {"lora": LORA, "freeze_encoders": True}
+    compare([Layout(tp=2)], "qwen2_5_vl", (sampled("qwen2_5_vl"),) * 2, tmp_path, **TWICE, **options)
 
 
 # What it saves --------------------------------------------------------------------------------------------------------
@@ -281,3 +291,13 @@ def test_what_cannot_be_adapted_is_refused(
     config = MODELS[model]
     with pytest.raises(ConfigError, match=message):
         adapt([], config, config, layout, LoraOptions(targets=targets), seed=0)
+
+
+def test_encoders_are_refused_unless_they_are_frozen() -> None:
+    whole = AutoConfig.from_pretrained(families.folder("qwen2_5_vl", groups=2))
+    arguments = ([], whole.get_text_config(), whole, Layout(), LoraOptions())
+    with pytest.raises(
+        ConfigError, match=r"adapts model\.visual\..*leave encoders out with learner\.freeze_encoders = t"
+    ):
+        adapt(*arguments, seed=0)
+    adapt(*arguments, seed=0, freeze_encoders=True)
