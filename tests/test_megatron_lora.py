@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from learner_cases import learner, random_batch, save_model, weights
@@ -27,7 +26,7 @@ from megatron_learner_kit import (
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_media_learner import sampled
-from test_megatron_media import TWICE, compare
+from test_megatron_media import TWICE, compare, run_of
 from transformers import AutoConfig
 
 from relax_gym.errors import ConfigError, RunFolderError
@@ -132,7 +131,7 @@ def test_attention_beside_experts_can_be_adapted(folders: Folders) -> None:
 def test_the_decoder_beside_encoders_can_be_adapted(tmp_path: Path) -> None:
     """Hugging Face's folders call its modules otherwise than the model does."""
     options = {"lora": LORA, "freeze_encoders": True}
-    compare([Layout(tp=2)], "qwen2_5_vl", (sampled("qwen2_5_vl"),) * 2, tmp_path, **TWICE, **options)
+    compare([Layout(tp=2)], run_of("qwen2_5_vl"), (sampled("qwen2_5_vl"),) * 2, tmp_path, **TWICE, **options)
 
 
 # What it saves --------------------------------------------------------------------------------------------------------
@@ -294,7 +293,7 @@ def test_what_cannot_be_adapted_is_refused(
 
 
 def test_encoders_are_refused_unless_they_are_frozen() -> None:
-    whole = AutoConfig.from_pretrained(families.folder("qwen2_5_vl", groups=2))
+    whole = AutoConfig.from_pretrained(run_of("qwen2_5_vl").model_path)
     arguments = ([], whole.get_text_config(), whole, Layout(), LoraOptions())
     with pytest.raises(
         ConfigError, match=r"adapts model\.visual\..*leave encoders out with learner\.freeze_encoders = t"
