@@ -178,7 +178,7 @@ def taught(name: str, folder: Path, **algorithm: Any) -> dict[str, Any]:
 
 
 SEEN = [
-    pytest.param(Layout(tp=2), {"top_k": 4}, {}, id="tp2-top"),
+    pytest.param(Layout(tp=2), {"top_k": 4}, {}, id="tp2-top", marks=pytest.mark.slow),
     pytest.param(Layout(pp=2), {}, {}, id="pp2-whole"),
     pytest.param(Layout(tp=2), {"level": "reward"}, {}, id="tp2-reward", marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {}, {"offload_reference": True}, id="cp2-offloaded", marks=pytest.mark.slow),
