@@ -97,6 +97,11 @@ class RolloutQueue:
             self.account(env).check()
 
     @property
+    def step(self) -> int:
+        """The next step to be taken, counted from 0."""
+        return self._step
+
+    @property
     def in_flight(self) -> int:
         """Slots that were given out and are not finished."""
         return len(self._due) - len(self._finished)
@@ -247,11 +252,12 @@ class RolloutQueue:
     def _abort_excess(self) -> None:
         for due in sorted(set(self._due.values())):
             early = [slot for slot, step in self._due.items() if step <= due]
-            early.sort(key=lambda slot: (slot in self._finished, -slot))  # first what has cost least
+            early.sort(key=lambda slot: (self._finished.get(slot) is not None, -slot))  # first what has cost least
             for slot in early[: max(0, self._too_many(due))]:
+                empty = slot in self._finished and self._finished[slot] is None  # and counted as dropped already
                 group = self._finished.pop(slot, None)
                 del self._due[slot]
-                self._account_of(slot).dropped[LATE] += 1
+                self._account_of(slot).dropped[LATE] += not empty
                 self._waiting = sorted([*self._waiting, slot])
                 self._on_late(slot, group)
 
