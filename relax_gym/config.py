@@ -197,6 +197,11 @@ class TrainConfig(Section):
         16, ge=0, description="how often one dropped group is replaced before its slot stays empty"
     )
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether every token is trained by the weights that sampled it."""
+        return self.max_staleness == 0 and self.update_every == 1
+
     @model_validator(mode="after")
     def _check_order(self) -> TrainConfig:
         if self.oversample and self.order == "slot":
