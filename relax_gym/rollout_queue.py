@@ -175,8 +175,9 @@ class RolloutQueue:
     def _has_room(self) -> bool:
         if self._due_now() < self._step or (self._limit is not None and self.in_flight >= self._limit):
             return False
-        places = (self._due_now() - self._step + 1) * self._per_step + self._oversample
-        return bool(self._waiting) or len(self._due) < places
+        places = (self._due_now() - self._step + 1) * self._per_step
+        left = max(0, len(self._waiting) - 1)  # once the next slot is out
+        return len(self._due) < places + max(0, self._oversample - left)
 
     def _due_now(self) -> int:
         """The step at which what is given out now is due."""
