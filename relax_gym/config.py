@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from relax_gym.config_faults import explain_fault
 from relax_gym.errors import ConfigError, RelaxGymError
 from relax_gym.overrides import apply_override
+from relax_gym.supervision_config import SupervisionConfig
 
 if TYPE_CHECKING:
     from relax_gym.algorithm import Algorithm
@@ -259,6 +260,7 @@ class RunConfig(Section):
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     trackers: tuple[PluginSection, ...] = (PluginSection(name="tensorboard"),)
     warmup: WarmupConfig | None = None
 

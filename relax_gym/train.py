@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
 from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, group_samples
 from relax_gym.curve import draw_curve
-from relax_gym.errors import TrainingError, first_cause
+from relax_gym.errors import Stopped, TrainingError, first_cause
 from relax_gym.evaluate import evaluate
 from relax_gym.learner import Learner
 from relax_gym.metrics import episode_metrics, merged, staleness_metrics
@@ -28,6 +29,8 @@ from relax_gym.producer import Producer
 from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
+from relax_gym.stopping import LeftUndone, Stopping
+from relax_gym.supervision import Supervisor
 from relax_gym.types import Batch, Group, Metrics, Trajectory
 from relax_gym.warmup import demonstrations
 from relax_gym.workers import Streamed, Worker
@@ -49,6 +52,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     """Run a config to its end in this process.
 
     Raises:
+        Stopped: by SIGTERM or SIGINT, once a checkpoint is saved. A second signal ends the process at once.
         RelaxGymError: anything the user can act on; the run folder keeps all that was finished.
     """
     check_secrets(config)
@@ -102,24 +106,24 @@ class Trainer:
         self._checkpoints = Checkpoints(parts.context, learner, folder)
         self._empty_steps = 0
         self._last_error = ""
-        self._loop_lag = 0.0
+        self._done = self._saved = self._start
+        self._stopping = Stopping()
+        self._supervisor = Supervisor(self._config.supervision, folder.path, self._facts)
 
     async def run(self) -> RunResult:
         """Warm up, then train to the last step. Whatever happens, everything is closed and no finished group lost."""
         async with Cleanup() as cleanup:
+            cleanup.enter_context(self._stopping.listening())
+            await cleanup.enter_async_context(self._supervisor)
             cleanup.add(self._folder.close)
-            await self._begin(cleanup)
-            if self._start == 0:
-                await self._warm_up()
-            await self._publish()  # always before the first rollout: a resumed sampler would wait for ever otherwise
-            if self._start == 0:
-                await self._evaluate_and_log()
+            try:
+                await self._stopping.unless_asked(self._start_up(cleanup))
+            except LeftUndone:
+                raise self._stopped() from None
             async with asyncio.TaskGroup() as tasks:
-                lag = tasks.create_task(self._watch_loop())
                 tasks.create_task(self._producer.run())
                 for step in range(self._start, self._config.train.steps):
-                    await self._step(step)
-                lag.cancel()
+                    await self._step_or_stop(step)
         return RunResult(
             run_dir=self._folder.path,
             steps=self._config.train.steps,
@@ -127,21 +131,31 @@ class Trainer:
             evaluations=self._evaluations,
         )
 
+    async def _start_up(self, cleanup: Cleanup) -> None:
+        await self._begin(cleanup)
+        if self._start == 0:
+            await self._warm_up()
+        await self._publish()  # always before the first rollout: a resumed sampler would wait for ever otherwise
+        if self._start == 0:
+            await self._evaluate_and_log()
+
     async def _begin(self, cleanup: Cleanup) -> None:
         """Start what was built; only then is the run folder in use. What is closed first is added last."""
-        context = self._parts.context
+        context, close, wait = self._parts.context, self._supervisor.close, self._supervisor.wait
         cleanup.add(self._thread.stop)
-        cleanup.add(partial(self._thread.call, self._learner.close))  # after what the thread still does, e.g. a save
+        closing = partial(self._thread.call, self._learner.close)  # after what the thread still does, e.g. a save
+        cleanup.add(partial(close, "the learner", closing))
         for tracker in self._trackers:
             cleanup.add(tracker.close)
-        cleanup.add(self._player.aclose)
-        cleanup.add(self._parts.sampler.aclose)
+        cleanup.add(partial(close, "envs and rewards", self._player.aclose))
+        cleanup.add(partial(close, "the sampler", self._parts.sampler.aclose))
         if self._checkpoint is not None:
-            await self._thread.call(self._learner.load, self._checkpoint)
-        await self._parts.sampler.start()
+            loading = self._thread.call(self._learner.load, self._checkpoint)
+            await wait(f"the learner, to load {self._checkpoint.name}", "start", loading)
+        await wait("the sampler, to start", "start", self._parts.sampler.start())
         self._folder.begin(self._start)
         cleanup.add(partial(self._hook.on_run_end, context=context))
-        cleanup.add(partial(self._call_checkpoint, self._checkpoints.finish))
+        cleanup.add(partial(close, "a checkpoint", partial(self._call_checkpoint, self._checkpoints.finish)))
         cleanup.add(self._producer.keep_waiting)
         self._hook.on_run_start(context=context)
 
@@ -174,12 +188,15 @@ class Trainer:
         async for shown in steps:
             if not shown.batch.samples:
                 raise TrainingError("[warmup] every expert episode failed; see run.log and try `relax-gym envs check`")
-            learner = await self._thread.call(partial(self._learner.imitate, shown.batch, lr=config.lr))
+            imitating = self._thread.call(partial(self._learner.imitate, shown.batch, lr=config.lr))
+            learner = await self._supervisor.wait("the learner, to imitate", "learner", imitating)
             self._hook.on_warmup_step(step=shown.step, metrics={**learner, "episode/errors": shown.errors})
 
     async def _publish(self) -> None:
         with closing(Streamed(self._thread, self._learner.weights)) as weights:  # too many to have all at once
-            await self._parts.sampler.update_weights(weights, self._version_at(self._learner.version))
+            version = self._version_at(self._learner.version)
+            updating = self._parts.sampler.update_weights(weights, version)
+            await self._supervisor.wait(f"the publication of version {version}", "publish", updating)
 
     def _version_at(self, steps: int) -> int:
         """The policy version after so many steps: the last one that was published by then."""
@@ -199,7 +216,9 @@ class Trainer:
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
         clock = _Clock()
-        played = await self._collect(step)
+        waiting = self._supervisor.wait(f"the groups of step {step + 1}", "rollout", self._collect(step))
+        leave = step % self._config.train.update_every == 0  # else its checkpoint would be of weights never published
+        played = await (self._stopping.unless_asked(waiting) if leave else waiting)
         groups = self._filter_batch(step + 1, played)
         clock.lap("rollout_wait")
         for group in groups:  # before anything can fail
@@ -213,7 +232,8 @@ class Trainer:
         if self._queue.idle:  # otherwise the next rollouts have begun
             await self._producer.settle()
             await self._parts.sampler.rest()
-        learner = await self._thread.call(self._learner.step, batch)
+        training = self._thread.call(self._learner.step, batch)
+        learner = await self._supervisor.wait(f"the learner's step {step + 1}", "learner", training)
         clock.lap("train")
         if (step + 1) % self._config.train.update_every == 0:
             await self._publish()
@@ -237,10 +257,32 @@ class Trainer:
         self._hook.on_step_end(step=step, metrics=metrics)
         await self._call_checkpoint(self._checkpoints.finish)  # written while this step ran
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            await self._call_checkpoint(partial(self._checkpoints.begin, step))
-        if last:
-            await self._call_checkpoint(self._checkpoints.finish)
+            await self._save(step, whole=last)
+        self._done = step
         await self._queue.advance(self._version_at(step))
+
+    async def _save(self, step: int, *, whole: bool) -> None:
+        self._saved = step
+        await self._call_checkpoint(partial(self._checkpoints.begin, step))
+        if whole:
+            await self._call_checkpoint(self._checkpoints.finish)
+
+    async def _step_or_stop(self, step: int) -> None:
+        """The step after `step` others; Stopped where the run is to end after it, or instead of it."""
+        with suppress(LeftUndone):
+            await self._step(step)
+        at_version = self._done % self._config.train.update_every == 0
+        if not self._stopping.asked or not at_version or self._done == self._config.train.steps:
+            return
+        if self._saved != self._done:
+            await self._save(self._done, whole=True)
+        await self._call_checkpoint(self._checkpoints.finish)
+        raise self._stopped()
+
+    def _stopped(self) -> Stopped:
+        number = self._stopping.signal or signal.SIGTERM
+        kept = f"after step {self._done}, which is saved" if self._done else "before its first step was trained"
+        return Stopped(number, f"stopped by {signal.Signals(number).name} {kept}")
 
     def _check_trainable(self, step: int, trajectories: list[Trajectory], dropped: Counter[str]) -> None:
         """Silence is not progress: end the run when nothing was sampled, unless a filter wanted it so.
@@ -268,7 +310,8 @@ class Trainer:
     async def _evaluate(self, step: int) -> Metrics:
         ended = partial(self._episode_ended, step, True)
         greedy = self._config.eval.greedy
-        result = await evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
+        playing = evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
+        result = await self._supervisor.wait("the episodes of an evaluation", "rollout", playing)
         self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
         self._player.reward_metrics()
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
@@ -283,7 +326,7 @@ class Trainer:
         out: Metrics = {"queue/in_flight": self._queue.in_flight, "queue/queued": self._queue.queued}
         out |= {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
         out |= self._player.reward_metrics()
-        out["perf/loop_lag_max"], self._loop_lag = self._loop_lag, 0.0
+        out["perf/loop_lag_max"] = self._supervisor.last_lag()
         return out
 
     def _log(self, step: int, metrics: Metrics) -> None:
@@ -294,17 +337,22 @@ class Trainer:
 
     async def _call_checkpoint(self, part: Callable[[], tuple[int, Path] | None]) -> None:
         """Call a part of the writing of a checkpoint in the learner's thread; say so when one is whole after it."""
-        written = await self._thread.call(part)
+        written = await self._supervisor.wait("a checkpoint", "checkpoint", self._thread.call(part))
         if written is not None:
             step, folder = written
             self._hook.on_checkpoint(step=step, folder=folder)
 
-    async def _watch_loop(self) -> None:
-        """Measure how late the event loop is: a blocking call anywhere shows up here."""
-        while True:
-            start = time.perf_counter()
-            await asyncio.sleep(0.05)
-            self._loop_lag = max(self._loop_lag, time.perf_counter() - start - 0.05)
+    def _facts(self) -> dict[str, object]:
+        """What status.json says beside waits."""
+        account = self._queue.account()
+        return {
+            "step": self._done,
+            "steps": self._config.train.steps,
+            "saved_step": self._saved,
+            "version": self._version_at(self._done),
+            "queue": {**asdict(account), "dropped": dict(account.dropped)},
+            "last_error": self._last_error or None,
+        }
 
 
 class _Clock:
