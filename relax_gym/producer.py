@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from relax_gym.build import Parts
 from relax_gym.credit import drop_reason
+from relax_gym.kept_groups import KeptGroups, newest_version
 from relax_gym.play import Episode, Player, close_sessions
 from relax_gym.rollout_queue import LATE, RolloutQueue
 from relax_gym.run_folder import RunFolder
 from relax_gym.sampler import Session
 from relax_gym.tasks import derive_seed
 from relax_gym.types import Group, Trajectory
+
+SLOTS_FILE = "slots.json"
+
+
+def read_slots(checkpoint: Path | None) -> dict[int, int]:
+    """What `Producer.slots_file` gave: each slot, and how often it was aborted. Nothing without a checkpoint."""
+    if checkpoint is None or not (checkpoint / SLOTS_FILE).exists():
+        return {}
+    return {int(slot): aborts for slot, aborts in json.loads((checkpoint / SLOTS_FILE).read_text()).items()}
+
+STALE = "stale"
+"""Why a group was dropped that was sampled by weights which a run that was killed has lost."""
 
 
 class Producer:
@@ -25,9 +40,16 @@ class Producer:
     """
 
     def __init__(
-        self, parts: Parts, player: Player, folder: RunFolder, on_episode: Callable[[int, bool, Trajectory], None]
+        self,
+        parts: Parts,
+        player: Player,
+        folder: RunFolder,
+        on_episode: Callable[[int, bool, Trajectory], None],
+        checkpoint: Path | None = None,
     ) -> None:
-        """`on_episode` is called with each episode that has ended, its step and whether it was an evaluation."""
+        """`on_episode` is called with each episode that has ended, its step and whether it was an evaluation; a run
+        that goes on from a `checkpoint` first plays the slots that had been begun."""
+        left = read_slots(checkpoint)
         self._parts, self._player, self._folder, self._on_episode = parts, player, folder, on_episode
         self._config = parts.context.config.train
         self.queue = RolloutQueue(
@@ -39,13 +61,22 @@ class Producer:
             oversample=self._config.oversample,
             update_every=self._config.update_every,
             env_of=parts.tasks.mixture,
+            unfinished=sorted(left),
             on_late=self._abort,
         )
+        self.kept = KeptGroups(folder.path, enabled=self._config.max_staleness > 0)
+        self._resumed: dict[int, Group] = {}
         self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._aborted: set[asyncio.Task[None]] = set()
-        self._aborts: Counter[int] = Counter()
+        self._aborts = Counter(left)
         self._mean_context: float | None = None
+
+    def begin(self, *, resumed: bool) -> None:
+        """Go on with the groups that the run had finished, and not trained on, before."""
+        unfinished = self.queue.unfinished
+        first_new = self._parts.context.start_step * self._config.groups_per_step + len(unfinished)
+        self._resumed = self.kept.begin(resumed=resumed, unfinished=unfinished, first_new=first_new)
 
     async def run(self) -> None:
         """Start a group for every slot the queue admits. A slot's sessions open before anything is awaited."""
@@ -54,6 +85,10 @@ class Producer:
                 playing = groups.create_task(self._fill(slot, self._player.open_sessions(self._config.group_size)))
                 self._playing[slot] = playing
                 playing.add_done_callback(partial(self._ended, slot))
+
+    def slots_file(self, steps: int) -> dict[str, str]:
+        """Name and content of what a checkpoint after so many steps says of slots begun and not trained on."""
+        return {SLOTS_FILE: json.dumps({slot: self._aborts[slot] for slot in self.queue.left_after(steps)})}
 
     async def settle(self) -> None:
         """Wait until the episodes of aborted groups have let go of the sampler."""
@@ -82,10 +117,13 @@ class Producer:
         """Play a slot's group; while a filter drops it, play another task in its place."""
         replacements = self._config.max_replacements
         try:
+            if (group := self._take_resumed(slot)) is not None:
+                return await self.queue.put(slot, group)
             for attempt in range(replacements + 1):
                 group = await self._play_group(slot, attempt, sessions)
                 reason = self._drop_reason(group)
                 if reason is None:
+                    self.kept.keep(group)
                     return await self.queue.put(slot, group)
                 self.record_drop(self.step_of(slot), group, reason)
                 if attempt == replacements:
@@ -95,6 +133,17 @@ class Producer:
                 close_sessions(finished)  # after the next have been opened: see Player.play
         finally:
             close_sessions(sessions)
+
+    def _take_resumed(self, slot: int) -> Group | None:
+        """The group that the run had finished before; not one of weights that were lost with its process."""
+        group = self._resumed.pop(slot, None)
+        version = self._parts.context.start_step // self._config.update_every
+        if group is not None and newest_version(group) > version:
+            self.kept.forget(slot)
+            self.record_drop(self.queue.step + 1, group, STALE)
+            self.queue.replace(slot, STALE)
+            return None
+        return group
 
     async def _play_group(self, slot: int, attempt: int, sessions: list[Session]) -> Group:
         aborts = self._aborts[slot]
@@ -131,6 +180,7 @@ class Producer:
     def _abort(self, slot: int, group: Group | None) -> None:
         """A step has enough without this slot: its episodes are cancelled, and played again later."""
         self._aborts[slot] += 1
+        self.kept.forget(slot)
         step = self.queue.step + 1
         if group is not None:
             self._folder.add_group(step, group, kind=LATE)

@@ -71,6 +71,7 @@ class RolloutQueue:
         self._version = first_step // update_every
         self._next = first_step * groups_per_step + len(unfinished)
         self._waiting = sorted(unfinished)
+        self._taken: list[int] = []  # by the last step
         self._due: dict[int, int] = {}  # the step at which each outstanding slot is due
         self._finished: dict[int, Group | None] = {}  # the outstanding slots that have ended, first ended first
         self._limit: int | None = None
@@ -113,8 +114,13 @@ class RolloutQueue:
 
     @property
     def unfinished(self) -> list[int]:
-        """The slots that were begun and not trained on: what a run that goes on after this step has to play."""
+        """The slots that were begun and not taken by a step."""
         return sorted([*self._due, *self._waiting])
+
+    def left_after(self, steps: int) -> list[int]:
+        """The slots that were begun and are not among those of the first `steps` steps, of which at most one more was
+        taken: `unfinished` of a run that goes on after them."""
+        return sorted([*self.unfinished, *(self._taken if self._step > steps else ())])
 
     @property
     def idle(self) -> bool:
@@ -143,7 +149,12 @@ class RolloutQueue:
         return slot
 
     async def put(self, slot: int, group: Group) -> None:
-        """Hand in a slot's finished group. Never waits for room: room was promised at admission."""
+        """Hand in a slot's finished group. Never waits for room: room was promised at admission.
+
+        One that was sampled before a run was resumed may be older than its slot, and is due accordingly earlier.
+        """
+        if slot in self._due and (oldest := oldest_version(group)) is not None:
+            self._due[slot] = min(self._due[slot], (oldest + self._max_staleness + 1) * self._every - 1)
         await self._finish(slot, group)
 
     async def drop(self, slot: int, reason: str) -> None:
@@ -207,7 +218,7 @@ class RolloutQueue:
             for group in groups:
                 self._account_of(group.slot).consumed += 1
             self._abort_excess()
-            self._step += 1
+            self._taken, self._step = slots, self._step + 1
             self._changed.notify_all()
         return groups
 
@@ -274,3 +285,8 @@ class RolloutQueue:
 
     def _account_of(self, slot: int) -> Account:
         return self._accounts[self._env_of(slot)]
+
+
+def oldest_version(group: Group) -> int | None:
+    """The first version that sampled a token of a group; None if it has no tokens."""
+    return min((v for t in group.trajectories for turn in t.turns for v in turn.completion.versions), default=None)

@@ -99,7 +99,7 @@ class Trainer:
         self._checkpoint = checkpoint
         self._hook = plugins().hook
         self._player = parts.player()
-        self._producer = Producer(parts, self._player, folder, self._episode_ended)
+        self._producer = Producer(parts, self._player, folder, self._episode_ended, checkpoint)
         self._queue = self._producer.queue
         self._evaluations: list[tuple[int, Metrics]] = []
         self._metrics: Metrics = {}
@@ -263,7 +263,7 @@ class Trainer:
 
     async def _save(self, step: int, *, whole: bool) -> None:
         self._saved = step
-        await self._call_checkpoint(partial(self._checkpoints.begin, step))
+        await self._call_checkpoint(partial(self._checkpoints.begin, step, self._producer.slots_file(step)))
         if whole:
             await self._call_checkpoint(self._checkpoints.finish)
 

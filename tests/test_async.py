@@ -1,17 +1,19 @@
 """The loop's modes: groups as they are ready, over-sampling, weights that are published every few steps, preparing."""
 
 import asyncio
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_cases import half_a, run, trainer
+from train_cases import TOKENIZER, half_a, run, trainer
 
 import relax_gym
 from relax_gym.errors import ConfigError, TrainingError
-from relax_gym.run_folder import read_lines
-from relax_gym.testing import RecordingLearner
+from relax_gym.run_folder import RunFolder, read_lines
+from relax_gym.testing import RecordingLearner, ScriptedSampler
+from relax_gym.train import Trainer
 from relax_gym.types import Batch, Metrics, TrainingSample
 
 
@@ -34,6 +36,15 @@ class Tail(relax_gym.Env):
 
 if "test/Tail-v0" not in relax_gym.list():
     relax_gym.register("test/Tail-v0", Tail)
+
+
+def resumed(loop: Trainer, learner: RecordingLearner, *, step: int) -> Trainer:
+    """The run of `loop` from its checkpoint after a step."""
+    parts, folder = loop._parts, RunFolder(loop._config, resume=True)
+    sampler = ScriptedSampler(half_a, tokenizer=TOKENIZER, delay=1)
+    context = dataclasses.replace(parts.context, start_step=step)
+    parts = dataclasses.replace(parts, context=context, sampler=sampler)
+    return Trainer(parts, learner, [], folder, dict(folder.checkpoints())[step])
 
 
 def lags(learner: RecordingLearner) -> list[int]:
@@ -222,3 +233,34 @@ def test_no_more_groups_are_in_flight_than_the_sampler_has_memory_for(tmp_path: 
     run(loop)
     assert max(most[:16]) > 2  # before anything is known
     assert max(most[-10:]) == 1
+
+
+@pytest.mark.parametrize("oversample", [0, 2])
+def test_k113_a_run_that_goes_on_trains_on_every_slot_once_whatever_overtook_what(
+    tmp_path: Path, oversample: int
+) -> None:
+    class Breaks(RecordingLearner):
+        def step(self, batch: Batch) -> Metrics:
+            if self.version == 4:
+                raise TrainingError("enough")
+            return super().step(batch)
+
+    sections = {
+        "env": [{"id": "test/Tail-v0", "kwargs": {"passes": 120}}],
+        "train": {"steps": 10, "max_staleness": 4, "order": "ready", "oversample": oversample},
+        "checkpoint": {"every": 1},
+    }
+    first, second = Breaks(), RecordingLearner()
+    loop = trainer(tmp_path, half_a, first, **sections)
+    with pytest.raises(BaseExceptionGroup):
+        run(loop)
+    before = [slot for batch in first.batches for slot in slots(batch)]
+    assert len(before) == 8
+    run(resumed(loop, second, step=4))
+    after = [slot for batch in second.batches for slot in slots(batch)]
+    assert len(set(before + after)) == 20  # no slot twice
+    assert set(range(max(before))) - set(before) <= set(after) | set(range(20, 20 + oversample))  # and none lost
+    if oversample == 0:
+        assert sorted(before + after) == list(range(20))
+    assert [batch.version for batch in second.batches] == list(range(4, 10))
+    assert max(lags(second)) <= 4
