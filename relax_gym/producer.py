@@ -20,6 +20,8 @@ from relax_gym.tasks import derive_seed
 from relax_gym.types import Group, Trajectory
 
 SLOTS_FILE = "slots.json"
+STALE = "stale"
+"""Why a group was dropped that was sampled by weights which a run that was killed has lost."""
 
 
 def read_slots(checkpoint: Path | None) -> dict[int, int]:
@@ -27,9 +29,6 @@ def read_slots(checkpoint: Path | None) -> dict[int, int]:
     if checkpoint is None or not (checkpoint / SLOTS_FILE).exists():
         return {}
     return {int(slot): aborts for slot, aborts in json.loads((checkpoint / SLOTS_FILE).read_text()).items()}
-
-STALE = "stale"
-"""Why a group was dropped that was sampled by weights which a run that was killed has lost."""
 
 
 class Producer:

@@ -154,6 +154,7 @@ class Trainer:
             await wait(f"the learner, to load {self._checkpoint.name}", "start", loading)
         await wait("the sampler, to start", "start", self._parts.sampler.start())
         self._folder.begin(self._start)
+        self._producer.begin(resumed=self._checkpoint is not None)
         cleanup.add(partial(self._hook.on_run_end, context=context))
         cleanup.add(partial(close, "a checkpoint", partial(self._call_checkpoint, self._checkpoints.finish)))
         cleanup.add(self._producer.keep_waiting)
@@ -223,6 +224,7 @@ class Trainer:
         clock.lap("rollout_wait")
         for group in groups:  # before anything can fail
             self._folder.add_group(step + 1, group, kind="train")
+        self._producer.kept.take(step + 1, played)
         samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
         dropped = self._producer.take_dropped(step + 1)
@@ -340,6 +342,7 @@ class Trainer:
         written = await self._supervisor.wait("a checkpoint", "checkpoint", self._thread.call(part))
         if written is not None:
             step, folder = written
+            self._producer.kept.saved(step)
             self._hook.on_checkpoint(step=step, folder=folder)
 
     def _facts(self) -> dict[str, object]:
