@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from relax_gym.errors import StalenessError
-from relax_gym.types import Group
+from relax_gym.types import Group, Trajectory
 
 LATE = "late"
 """Why a group was dropped whose step had enough without it."""
@@ -191,8 +191,11 @@ class RolloutQueue:
         return len(self._due) < places + max(0, self._oversample - left)
 
     def _due_now(self) -> int:
-        """The step at which what is given out now is due."""
-        return min((self._version + self._max_staleness + 1) * self._every, self._last) - 1
+        return self._due_at(self._version)
+
+    def _due_at(self, version: int) -> int:
+        """The step at which what is given out at a version is due."""
+        return min((version + self._max_staleness + 1) * self._every, self._last) - 1
 
     async def _finish(self, slot: int, group: Group | None) -> None:
         if slot in self._finished or slot not in self._due:
@@ -248,7 +251,7 @@ class RolloutQueue:
         chosen: dict[int, None] = {}
         spare = max(0, self._oversample - len(self._waiting))
         for due in sorted(set(self._due.values())):
-            must = self._too_many(due) - spare
+            must = min(self._per_step, self._too_many(due) - spare)
             ended = [slot for slot in self._finished if self._due[slot] <= due and slot not in chosen]
             chosen |= dict.fromkeys(ended[: max(0, must - len(chosen))])
             if len(chosen) < must:
@@ -276,7 +279,7 @@ class RolloutQueue:
     def _check_lag(self, group: Group) -> None:
         version = self._step // self._every
         for trajectory in group.trajectories:
-            oldest = min((min(t.completion.versions, default=version) for t in trajectory.turns), default=version)
+            oldest = _oldest([trajectory], version)
             if version - oldest > self._max_staleness:
                 raise StalenessError(
                     f"episode {trajectory.episode_id} holds tokens of version {oldest}, {version - oldest} behind "
@@ -290,3 +293,9 @@ class RolloutQueue:
 def oldest_version(group: Group) -> int | None:
     """The first version that sampled a token of a group; None if it has no tokens."""
     return min((v for t in group.trajectories for turn in t.turns for v in turn.completion.versions), default=None)
+
+
+def _oldest(trajectories: Sequence[Trajectory], default: int) -> int:
+    """The version of the oldest token of some episodes."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    return min((min(turn.completion.versions, default=default) for turn in turns), default=default)

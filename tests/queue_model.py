@@ -79,11 +79,15 @@ class World:
     version: int = 0
     drops: int = 0
     consumed: Counter[int] = field(default_factory=Counter)
+    resumed: bool = False  # with kept groups
+    kept: dict[int, int] = field(
+        default_factory=dict
+    )  # finished groups of before, with the version of their first token
 
     def fork(self) -> World:
         """The same, to go on from in another way."""
         other = copy.copy(self)
-        other.running, other.consumed = dict(self.running), Counter(self.consumed)
+        other.running, other.consumed, other.kept = dict(self.running), Counter(self.consumed), dict(self.kept)
         other.queue = queue = copy.copy(self.queue)
         queue._due, queue._finished, queue._waiting = dict(queue._due), dict(queue._finished), list(queue._waiting)
         queue._accounts, queue._changed = queue._accounts.copy(), asyncio.Condition()
@@ -120,7 +124,14 @@ class World:
 
     def futures(self) -> Iterator[tuple[str, World]]:
         """Each event that can happen now, with the world after it."""
-        for name in ("admit", "take", "publish", "resume", *(f"{end} {slot}" for slot in self.running for end in ENDS)):
+        for name in (
+            "admit",
+            "take",
+            "publish",
+            "resume",
+            "resume_kept",
+            *(f"{end} {slot}" for slot in self.running for end in ENDS),
+        ):
             world = self.fork()
             event, *slot = name.split()
             try:
@@ -137,6 +148,8 @@ class World:
         queue.check()
         assert set(self.running) == set(queue._due) - set(queue._finished)
         assert queue._next == queue._step * size.groups_per_step + len(queue.unfinished), "a slot was lost"
+        if self.resumed:  # groups that are due earlier than slots given out before them
+            return
         for due in set(queue._due.values()):
             outstanding = sum(step <= due for step in queue._due.values()) + len(queue._waiting)
             assert outstanding <= (due - queue._step + 1) * size.groups_per_step + size.oversample, "too many are due"
@@ -145,7 +158,10 @@ class World:
         slot = now(self.queue.admit())
         if slot is None:
             return False
-        self.running[slot] = self.version
+        if slot in self.kept:
+            now(self.queue.put(slot, group(slot, self.kept.pop(slot))))
+        else:
+            self.running[slot] = self.version
         return True
 
     def _finish(self, slot: int) -> bool:
@@ -166,7 +182,7 @@ class World:
         late = self.queue.account().dropped["late"]
         groups = now(self.queue.get(self.step))  # raises StalenessError
         assert len(groups) <= self.size.groups_per_step
-        assert self.queue.account().dropped["late"] - late <= self.size.oversample
+        assert self.resumed or self.queue.account().dropped["late"] - late <= self.size.oversample
         self.consumed.update(one.slot for one in groups)
         assert max(self.consumed.values(), default=1) == 1, "a slot was trained on twice"
         self.training = True
@@ -186,9 +202,17 @@ class World:
         """The run breaks off after a step, and goes on from its checkpoint. What it had in hand is gone."""
         if self.training or self.step in (0, self.size.last_step) or not (self.running or self.queue._finished):
             return False
-        self.version, self.running = self.step // self.size.update_every, {}
+        self.version, self.running, self.kept = self.step // self.size.update_every, {}, {}
         self.queue = self.size.queue(self.step, self.queue.unfinished)
         self.queue._on_late = lambda slot, late: self.running.pop(slot, None)
+        return True
+
+    def _resume_kept(self) -> bool:
+        """The same, but finished groups are kept; each is there as soon as its slot is given out again."""
+        kept = {one.slot: one.trajectories[0].turns[0].completion.versions[0] for one in self.queue.waiting()}
+        if not kept or not self._resume():
+            return False
+        self.kept, self.resumed = kept, True
         return True
 
 
