@@ -93,7 +93,7 @@ def test_the_capacity_is_that_of_the_servers_that_serve(tmp_path: Path) -> None:
         both = sampler.capacity
         await sampler.remove_engine(sampler.fleet.members[0])
         one = sampler.capacity
-        sampler.fleet.members[0].engine.info.pop("max_total_num_tokens")
+        sampler.fleet.serving[0].engine.info.pop("max_total_num_tokens")
         return [both, one, sampler.capacity]
 
     assert using([FakeSGLang(), FakeSGLang()], use, tmp_path) == [10_000, 5_000, None]
