@@ -183,6 +183,7 @@ class Producer:
         step = self.queue.step + 1
         if group is not None:
             self._folder.add_group(step, group, kind=LATE)
+            self.kept.forget(slot)
         self._dropped[step][LATE] += 1
         if (playing := self._playing.get(slot)) and not playing.done():
             playing.cancel()

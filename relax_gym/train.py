@@ -208,7 +208,8 @@ class Trainer:
         seen: set[int] = set()
         while (group := await self._queue.next_finished(seen)) is not None:
             seen.add(group.slot)
-            await self._thread.call(self._prepare, group)
+            preparing = self._thread.call(self._prepare, group)
+            await self._supervisor.wait(f"the learner, to prepare group {group.group_id}", "learner", preparing)
         return await self._queue.get(step)
 
     def _prepare(self, group: Group) -> None:

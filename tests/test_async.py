@@ -235,19 +235,20 @@ def test_no_more_groups_are_in_flight_than_the_sampler_has_memory_for(tmp_path: 
     assert max(most[-10:]) == 1
 
 
-@pytest.mark.parametrize("oversample", [0, 2])
+@pytest.mark.parametrize("last", [2, 4])
+@pytest.mark.parametrize(("staleness", "oversample"), [(4, 0), (4, 2), (1, 2), (0, 1)])
 def test_k113_a_run_that_goes_on_trains_on_every_slot_once_whatever_overtook_what(
-    tmp_path: Path, oversample: int
+    tmp_path: Path, staleness: int, oversample: int, last: int
 ) -> None:
     class Breaks(RecordingLearner):
         def step(self, batch: Batch) -> Metrics:
-            if self.version == 4:
+            if self.version == last:
                 raise TrainingError("enough")
             return super().step(batch)
 
     sections = {
         "env": [{"id": "test/Tail-v0", "kwargs": {"passes": 120}}],
-        "train": {"steps": 10, "max_staleness": 4, "order": "ready", "oversample": oversample},
+        "train": {"steps": 10, "max_staleness": staleness, "order": "ready", "oversample": oversample},
         "checkpoint": {"every": 1},
     }
     first, second = Breaks(), RecordingLearner()
@@ -255,12 +256,12 @@ def test_k113_a_run_that_goes_on_trains_on_every_slot_once_whatever_overtook_wha
     with pytest.raises(BaseExceptionGroup):
         run(loop)
     before = [slot for batch in first.batches for slot in slots(batch)]
-    assert len(before) == 8
-    run(resumed(loop, second, step=4))
+    assert len(before) == 2 * last
+    run(resumed(loop, second, step=last))
     after = [slot for batch in second.batches for slot in slots(batch)]
     assert len(set(before + after)) == 20  # no slot twice
     assert set(range(max(before))) - set(before) <= set(after) | set(range(20, 20 + oversample))  # and none lost
     if oversample == 0:
         assert sorted(before + after) == list(range(20))
-    assert [batch.version for batch in second.batches] == list(range(4, 10))
-    assert max(lags(second)) <= 4
+    assert [batch.version for batch in second.batches] == list(range(last, 10))
+    assert max(lags(second)) <= staleness
