@@ -141,7 +141,9 @@ class RunFolder:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(self._checkpoints / f"{UNFINISHED}{step:06d}", final)
         for _, old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old)
+            leaving = self._checkpoints / f"{UNFINISHED}{old.name}"  # half of a checkpoint must not look like one
+            os.replace(old, leaving)
+            shutil.rmtree(leaving)
         return final
 
     def checkpoints(self) -> list[tuple[int, Path]]:

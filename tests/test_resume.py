@@ -27,7 +27,7 @@ TWO_ENVS = [
     "warmup.episodes_per_step=4",
     "train.groups_per_step=2",
     "train.group_size=2",
-    "train.steps=4",
+    "train.steps=3",
     "eval.episodes=2",
     "eval.every=2",
     "checkpoint.every=1",
@@ -47,7 +47,7 @@ def test_k113_a_run_resumed_after_any_step_equals_one_that_was_not(tmp_path: Pat
     train(two_envs(tmp_path / "whole"))
     whole = results(tmp_path / "whole")
     assert {line["mixture"] for line in whole[1]} == {0, 1}
-    for k in (1, 2, 3):
+    for k in (1, 2):
         again = tmp_path / f"from-{k}"
         shutil.copytree(tmp_path / "whole", again)
         for step, folder in list_checkpoints(again):
@@ -55,7 +55,7 @@ def test_k113_a_run_resumed_after_any_step_equals_one_that_was_not(tmp_path: Pat
                 shutil.rmtree(folder)
         train(two_envs(again), resume=True)
         assert results(again) == whole
-        one, other = weights(tmp_path / "whole", 4), weights(again, 4)
+        one, other = weights(tmp_path / "whole", 3), weights(again, 3)
         assert all(one[name].equal(other[name]) for name in one)
 
 
@@ -133,8 +133,8 @@ def test_a_group_of_weights_that_were_lost_is_dropped_as_stale_and_sampled_again
 
 # kill -9 --------------------------------------------------------------------------------------------------------------
 
-KILLS = 55
-STEPS = 250
+KILLS = {0: 50, 2: 15}
+STEPS = {0: 160, 2: 60}
 
 
 class Sums(RecordingLearner):
@@ -149,7 +149,7 @@ class Sums(RecordingLearner):
 
 def long_run(folder: Path, *, resume: bool, max_staleness: int) -> None:
     sections: dict[str, Any] = {
-        "train": {"steps": STEPS, "group_size": 2, "max_staleness": max_staleness},
+        "train": {"steps": STEPS[max_staleness], "group_size": 2, "max_staleness": max_staleness},
         "checkpoint": {"every": 1},
     }
     go_on(trainer(folder, half_a, Sums(), resume=resume, **sections))
@@ -196,8 +196,8 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(tmp_path
     pid = child_of(tmp_path, resume=False, max_staleness=max_staleness)
     moments, kills, ended = random.Random(0), 0, None
     while ended is None:
-        if kills < KILLS:
-            time.sleep(moments.uniform(0.0, 0.12))
+        if kills < KILLS[max_staleness]:
+            time.sleep(moments.uniform(0.0, 0.1))
             os.kill(pid, signal.SIGKILL)
         _, code = os.waitpid(pid, 0)
         if os.WIFSIGNALED(code):
@@ -208,7 +208,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(tmp_path
         else:
             ended = os.waitstatus_to_exitcode(code)
     assert ended == 0, (tmp_path / "error.txt").read_text()
-    assert kills == KILLS, f"only {kills} kills before its end"
+    assert kills == KILLS[max_staleness], f"only {kills} kills before its end"
     consistent(tmp_path / "run")
     if max_staleness == 0:
         (tmp_path / "whole").mkdir()
