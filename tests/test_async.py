@@ -257,11 +257,12 @@ def test_k113_a_run_that_goes_on_trains_on_every_slot_once_whatever_overtook_wha
         run(loop)
     before = [slot for batch in first.batches for slot in slots(batch)]
     assert len(before) == 2 * last
-    run(resumed(loop, second, step=last))
+    again = resumed(loop, second, step=last)
+    run(again)
     after = [slot for batch in second.batches for slot in slots(batch)]
     assert len(set(before + after)) == 20  # no slot twice
-    assert set(range(max(before))) - set(before) <= set(after) | set(range(20, 20 + oversample))  # and none lost
-    if oversample == 0:
-        assert sorted(before + after) == list(range(20))
+    owed = set(range(20)) - set(before + after)
+    assert len(owed) <= oversample
+    assert owed <= set(again._queue.unfinished)  # and none lost
     assert [batch.version for batch in second.batches] == list(range(last, 10))
     assert max(lags(second)) <= staleness
