@@ -15,6 +15,7 @@ from relax_gym.env import Env, StepResult, attribute, check_reset, check_step
 from relax_gym.errors import EnvError
 from relax_gym.registry import make
 from relax_gym.types import Message, Task, Tool
+from relax_gym.waits import waiting
 from relax_gym.workers import Worker, WorkerThreads, WorkerTimeout, awaited, within
 
 T = TypeVar("T")
@@ -138,7 +139,8 @@ class EnvDriver:
     async def _run(self, what: str, call: Awaitable[T]) -> T:
         start = time.perf_counter()
         try:
-            return await call
+            with waiting(f"{what}()", f"env {self.task.env_id}, seed {self.task.seed}", self._timeout):
+                return await call
         except WorkerTimeout as error:
             late = TimeoutError(f"{what} took longer than rollout.step_timeout = {self._timeout:g} s")
             raise EnvFailure(late, timed_out=True) from error

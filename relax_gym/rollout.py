@@ -18,6 +18,7 @@ from relax_gym.media.loader import MediaLoader
 from relax_gym.sampler import SamplingParams, Session
 from relax_gym.tasks import derive_seed
 from relax_gym.types import EpisodeError, FinishReason, Message, StopReason, Task, Trajectory, Turn
+from relax_gym.waits import waiting
 from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
@@ -167,7 +168,9 @@ class _Episode:
             seed=None if self._params.seed is None else derive_seed(self._params.seed, len(self.turns)),
         )
         start = time.perf_counter()
-        completion = await session.generate(conversation.token_ids, params, conversation.media)
+        task = self.driver.task
+        with waiting("the sampler", f"env {task.env_id}, seed {task.seed}, turn {len(self.turns)}"):
+            completion = await session.generate(conversation.token_ids, params, conversation.media)
         seconds = time.perf_counter() - start
         text = self._renderer.decode(completion.token_ids)
         conversation.complete(completion.token_ids, text)

@@ -16,6 +16,7 @@ from typing import Any, SupportsFloat
 from relax_gym.errors import RelaxGymError, RewardError, suggestion
 from relax_gym.reward import Reward
 from relax_gym.types import Metrics, Trajectory
+from relax_gym.waits import waiting
 from relax_gym.workers import WorkerThreads, WorkerTimeout
 
 log = logging.getLogger("relax_gym")
@@ -136,12 +137,13 @@ def select(value: Any, key: str | None) -> tuple[Any, dict[str, float]]:
 
 async def _ask(term: WeightedReward, trajectory: Trajectory, timeout: float, threads: WorkerThreads) -> _Outcome:
     try:
-        if _is_async(term.reward):
-            value: Any = term.reward(trajectory)
-        else:
-            value = await threads.call(term.reward, trajectory, timeout=timeout)
-        if inspect.isawaitable(value):
-            value = await _limited(value, timeout)
+        with waiting(f"reward {term.name}", f"episode {trajectory.episode_id}", timeout):
+            if _is_async(term.reward):
+                value: Any = term.reward(trajectory)
+            else:
+                value = await threads.call(term.reward, trajectory, timeout=timeout)
+            if inspect.isawaitable(value):
+                value = await _limited(value, timeout)
         value, parts = select(value, term.key)
         return _Outcome(score=to_score(term.weight * to_score(value)), parts=parts)
     except Exception as error:

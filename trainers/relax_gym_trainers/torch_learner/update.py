@@ -166,15 +166,11 @@ def score_all(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tenso
         return [policy.score(batch)[0] for batch in micro_batches]
 
 
-def kl_by_sample(
-    part: Part[Trained], logprobs: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm
-) -> dict[TrainingSample, FloatArray]:
-    """For each sample the reward's KL to the reference at each of its trained tokens, float64 [trained_tokens]."""
-    out: dict[TrainingSample, FloatArray] = {}
-    for batch, new, ref in zip(part.micro_batches, logprobs, reference, strict=True):
-        kl = kl_estimate(new.to(ref), ref, algorithm.kl_reward_estimator).double().cpu().numpy()
-        out |= zip(batch.members, np.split(kl, np.cumsum(batch.token_counts))[:-1], strict=True)
-    return out
+def reward_kl(new: NDArray[Any], reference: NDArray[Any], algorithm: Algorithm) -> FloatArray:
+    """The reward's KL to the reference at each of a sample's trained tokens, float64 [trained_tokens]."""
+    ref = torch.from_numpy(reference)
+    kl: FloatArray = kl_estimate(torch.from_numpy(new).to(ref), ref, algorithm.kl_reward_estimator).double().numpy()
+    return kl
 
 
 def accumulate_policy_gradient(
