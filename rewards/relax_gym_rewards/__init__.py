@@ -8,6 +8,7 @@ def register_rewards() -> dict[str, str]:
     """The built-in rewards."""
     return {
         "env": "relax_gym_rewards.env_return:EnvReturn",
+        "genrm": "relax_gym_rewards.genrm.judge:GenRM",
         "exact_match": "relax_gym_rewards.exact_match:ExactMatch",
         "numeric": "relax_gym_rewards.numeric:Numeric",
         "math": "relax_gym_rewards.math:Math",
