@@ -1,0 +1,26 @@
+"""What `relax-gym rewards show` and docs/rewards.md say of the built-in rewards beside their docstrings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`range` of the score, and `example`, what stands in the `kwargs` of a `[[reward]]`."""
+
+    range: str
+    example: str = ""
+
+
+FACTS = {
+    "env": Facts("the env's"),
+    "exact_match": Facts("0 or 1", "ignore_case = false"),
+    "genrm": Facts(
+        "0 to 1, or what `words` are worth",
+        'endpoint = "http://localhost:30000/v1", model = "judge", rubric = "Is it right?"',
+    ),
+    "math": Facts("0 or 1", "timeout = 2.0"),
+    "numeric": Facts("0 or 1", "tolerance = 0.01"),
+    "turn_penalty": Facts("at most 0", "per_turn = 0.05"),
+}
