@@ -13,4 +13,7 @@ def register_rewards() -> dict[str, str]:
         "numeric": "relax_gym_rewards.numeric:Numeric",
         "math": "relax_gym_rewards.math:Math",
         "turn_penalty": "relax_gym_rewards.turn_penalty:TurnPenalty",
+        "format": "relax_gym_rewards.format:Format",
+        "length": "relax_gym_rewards.length:Length",
+        "repetition": "relax_gym_rewards.repetition:Repetition",
     }
