@@ -6,15 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relax_gym.types import Trajectory, Turn
+from relax_gym.types import Trajectory
 from relax_gym_rewards._answers import choice_option, number_option
 from relax_gym_rewards.length import HUGE
 
 # scripts without spaces: a character is a word, or a repeated text would be one long word
 _CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
-    r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]|[^\W\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+"
-)
 
 
 def repeated_share(items: Sequence[object], n: int) -> float:
