@@ -16,4 +16,6 @@ def register_rewards() -> dict[str, str]:
         "format": "relax_gym_rewards.format:Format",
         "length": "relax_gym_rewards.length:Length",
         "repetition": "relax_gym_rewards.repetition:Repetition",
+        "f1": "relax_gym_rewards.f1:F1",
+        "em": "relax_gym_rewards.em:EM",
     }
