@@ -71,9 +71,10 @@ def markdown_table(table: Registry) -> Iterator[str]:
     for name in (name for name in table.names() if table.source(name) == "relax-gym"):
         factory = table.get(name)
         options = ", ".join(f"`{o}`" + (f" ({_cell(d)})" if d else "") for o, _, d in reward_options(factory))
-        example = f"`kwargs = {{ {facts[name].example} }}`" if facts[name].example else ""
+        known = facts.get(name)
+        example = f"`kwargs = {{ {known.example} }}`" if known and known.example else ""
         what = documentation(factory).partition("\n")[0]
-        cells = (f"`{name}`", what, facts[name].range, options, example)
+        cells = (f"`{name}`", what, known.range if known else "", options, example)
         yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 

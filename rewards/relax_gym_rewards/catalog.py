@@ -14,13 +14,18 @@ class Facts:
 
 
 FACTS = {
+    "em": Facts("0 or 1", 'field = "answers"'),
     "env": Facts("the env's"),
     "exact_match": Facts("0 or 1", "ignore_case = false"),
+    "f1": Facts("0 to 1", 'field = "answers"'),
+    "format": Facts("0 or 1", 'tags = ["think", "answer"]'),
     "genrm": Facts(
         "0 to 1, or what `words` are worth",
         'endpoint = "http://localhost:30000/v1", model = "judge", rubric = "Is it right?"',
     ),
+    "length": Facts("-`penalty` to 0", "max_length = 1024, buffer = 256"),
     "math": Facts("0 or 1", "timeout = 2.0"),
     "numeric": Facts("0 or 1", "tolerance = 0.01"),
+    "repetition": Facts("-`penalty` to 0", "n = 4, penalty = 0.5"),
     "turn_penalty": Facts("at most 0", "per_turn = 0.05"),
 }
