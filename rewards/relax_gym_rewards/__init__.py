@@ -18,4 +18,6 @@ def register_rewards() -> dict[str, str]:
         "repetition": "relax_gym_rewards.repetition:Repetition",
         "f1": "relax_gym_rewards.f1:F1",
         "em": "relax_gym_rewards.em:EM",
+        "multiple_choice": "relax_gym_rewards.multiple_choice:MultipleChoice",
+        "gpqa": "relax_gym_rewards.gpqa:GPQA",
     }
