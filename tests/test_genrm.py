@@ -334,3 +334,38 @@ def test_rubric_and_template_from_files(tmp_path: Any) -> None:
     files = {"rubric_file": str(tmp_path / "rubric.txt"), "template_file": str(tmp_path / "template.txt")}
     text = text_of(served(says(5), episode("42"), field="", **files)[2].bodies[0])
     assert text.startswith("Full marks for {braces} and $x$.|<answer-")
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_k73_a_cancelled_judgement_is_cancelled_and_leaves_nothing_open() -> None:
+    server = FakeOpenAI(says(5))
+    server.faults = ["hang"]
+
+    async def cancel() -> GenRM:
+        async with server.serving():
+            judge = GenRM(endpoint=server.url, model="judge")
+            term = WeightedReward(name="genrm", weight=1.0, reward=judge)
+            asking = asyncio.ensure_future(score(episode("42", answer="42"), [term], timeout=600))
+            await asyncio.to_thread(server.wait_for, 1)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            return judge
+
+    assert asyncio.run(cancel())._lines._open == {}
+
+
+def test_a_judge_that_hangs_is_ended_by_the_limit_of_rewards() -> None:
+    server = FakeOpenAI(says(5))
+    server.faults = ["hang"]
+
+    async def ask() -> Any:
+        async with server.serving():
+            judge = GenRM(endpoint=server.url, model="judge")
+            term = WeightedReward(name="genrm", weight=1.0, reward=judge)
+            return await score(episode("42", answer="42"), [term], timeout=0.5)
+
+    scored = asyncio.run(ask())
+    assert scored.reward_failures == {"genrm": "took longer than 0.5 s (rollout.reward_timeout)"}
