@@ -100,7 +100,8 @@ def test_list_names_every_reward_and_show_describes_each(capsys: Any) -> None:
     for name in plugins().tables["reward"].names():
         assert f"\n{name} " in f"\n{out}"
         code, shown, _ = run(capsys, "rewards", "show", name)
-        assert code == 0 and f'[[reward]]\nname = "{name}"' in shown and "range: " in shown
+        assert code == 0 and f'[[reward]]\nname = "{name}"' in shown
+    assert "range: 0 or 1" in run(capsys, "rewards", "show", "numeric")[1]
 
 
 def test_show_says_options_types_and_defaults_also_those_of_a_base(capsys: Any) -> None:
@@ -124,6 +125,7 @@ def test_show_says_options_types_and_defaults_also_those_of_a_base(capsys: Any) 
         (("exact_match", "--answer", "Paris", "--reference", "paris", "--set", "ignore_case=false"), 0.0),
         (("numeric", "--answer", "It is 3/4", "--reference", "0.75"), 1.0),
         (("numeric", "--answer", "", "--reference", "1"), 0.0),
+        (("numeric", "--answer", "7", "--info", "goal=7", "--set", "field=goal"), 1.0),
     ],
 )
 def test_try_one_text(capsys: Any, arguments: tuple[str, ...], score: float) -> None:
@@ -207,7 +209,7 @@ def test_an_episode_that_failed_stays_unscored(capsys: Any, tmp_path: Path) -> N
     [
         (("exact_match",), "give a run folder or a JSONL file, or --answer TEXT"),
         (("exact_match", "RUN", "--answer", "x"), "give a run folder or a JSONL file, or --answer TEXT"),
-        (("exact_match", "RUN", "--reference", "x"), "--reference and --question are for --answer"),
+        (("exact_match", "RUN", "--reference", "x"), "--reference, --question and --info are for --answer"),
         (("exact_match", "RUN", "--against-set", "a=1"), "are options of the reward that --against names"),
         (("exakt_match", "RUN"), "did you mean 'exact_match'?"),
         (("exact_match", "RUN", "--set", "feld=x"), "feld"),
@@ -252,6 +254,8 @@ def test_a_judge_is_calibrated_on_labelled_cases(capsys: Any, tmp_path: Path) ->
     with FakeOpenAI(lambda body: says(9 if "\n4\n</answer" in text_of(body) else 2)(body)).in_thread() as server:
         where = ("--set", f"endpoint={server.url}", "--set", "model=judge")
         found = as_json(capsys, "rewards", "try", "genrm", file, *where)
+        _, out, _ = run(capsys, "rewards", "try", "genrm", file, *where)
     assert found["agreement"]["label"]["kappa"] == 1.0
+    assert "genrm counted" in out and "no_verdict" in out
     assert found["metrics"]["genrm"]["judged"] + found["metrics"]["genrm"]["cached"] == 4
     assert len({mark_of(body) for body in server.bodies}) == len(server.bodies)

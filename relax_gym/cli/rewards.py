@@ -143,6 +143,9 @@ def try_(
     answer: Annotated[str | None, typer.Option(help="Score this answer.")] = None,
     reference: Annotated[str | None, typer.Option(help='[answer] What info["answer"] is.')] = None,
     question: Annotated[str, typer.Option(help="[answer] What was asked.")] = "",
+    info: Annotated[
+        list[str] | None, typer.Option("--info", metavar="KEY=VALUE", help="[answer] More of what the env says.")
+    ] = None,
     set_: Set = None,
     key: Key = None,
     against: Annotated[
@@ -165,8 +168,8 @@ def try_(
 
     if (source is None) == (answer is None):
         raise typer.BadParameter("give a run folder or a JSONL file, or --answer TEXT")
-    if answer is None and (reference is not None or question):
-        raise typer.BadParameter("--reference and --question are for --answer; cases have their own")
+    if answer is None and (reference is not None or question or info):
+        raise typer.BadParameter("--reference, --question and --info are for --answer; cases have their own")
     terms = [load_reward(name, parse_kwargs(set_ or (), option="--set"), key=key)]
     if against is not None and against != RECORDED:
         other = parse_kwargs(against_set or (), option="--against-set")
@@ -176,7 +179,8 @@ def try_(
     if source is not None:
         cases = read_cases(source, step=step, kind=kind)
     else:
-        cases = [text_case(answer or "", reference=reference, question=question)]
+        known = parse_kwargs(info or (), option="--info")
+        cases = [text_case(answer or "", reference=reference, question=question, info=known)]
     report = _report(cases, terms, recorded=against == RECORDED, timeout=timeout, threshold=threshold)
     _print(report, limit, as_json)
 
@@ -270,6 +274,9 @@ def _print(report: dict[str, Any], limit: int, as_json: bool) -> None:
     for other, found in report["agreement"].items():
         print(f"\nagreement with {other}")
         print_table([key.replace("_", " ") for key in found], [[_shown(value) for value in found.values()]])
+    for name, metrics in report["metrics"].items():
+        print(f"\n{name} counted")
+        print_table(list(metrics), [[_shown(float(value)) for value in metrics.values()]])
     reasons = Counter(why for episode in report["episodes"] for why in episode["failures"])
     for why, count in reasons.most_common(3):
         print(f"\nunscored ({count}): {why}")
