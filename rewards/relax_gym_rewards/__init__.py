@@ -20,4 +20,9 @@ def register_rewards() -> dict[str, str]:
         "em": "relax_gym_rewards.em:EM",
         "multiple_choice": "relax_gym_rewards.multiple_choice:MultipleChoice",
         "gpqa": "relax_gym_rewards.gpqa:GPQA",
+        "gsm8k": "relax_gym_rewards.gsm8k:GSM8K",
+        "regex": "relax_gym_rewards.regex:Regex",
+        "json_schema": "relax_gym_rewards.json_schema:JsonSchema",
+        "iou": "relax_gym_rewards.iou:IoU",
+        "point": "relax_gym_rewards.point:Point",
     }

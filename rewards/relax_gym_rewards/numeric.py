@@ -51,9 +51,16 @@ class Numeric:
 def last_number(text: str) -> tuple[float, bool] | None:
     """The last number in a text and whether it is written as a percentage ("50%" is 0.5); None when there is none."""
     matches = list(NUMBER.finditer(text))
-    if not matches:
-        return None
-    found = matches[-1]
+    return _value(matches[-1]) if matches else None
+
+
+def first_number(text: str) -> tuple[float, bool] | None:
+    """The first number in a text, as `last_number` gives the last."""
+    found = NUMBER.search(text)
+    return None if found is None else _value(found)
+
+
+def _value(found: re.Match[str]) -> tuple[float, bool]:
     value = _float(found["top"])
     if found["bottom"] is not None:
         bottom = _float(found["bottom"])
