@@ -266,7 +266,8 @@ def test_the_same_question_is_asked_once_also_by_the_next_run(tmp_path: Any) -> 
     assert not list((tmp_path / "judged").rglob("*.partial"))
     url, options = server.url, {"model": "judge", "retries": 0, "timeout": 1, "cache": str(tmp_path / "judged")}
     assert asyncio.run(GenRM(endpoint=url, **options)(same)) == 0.5, "asked a server that is gone"
-    for change in ({"rubric": "Other."}, {"temperature": 0.1}, {"low": 1.0}, {"body": {"top_p": 0.5}}, {"model": "x"}):
+    asked = ({"rubric": "Other."}, {"temperature": 0.1}, {"body": {"top_p": 0.5}}, {"model": "x"})
+    for change in (*asked, {"low": 1.0}, {"normalise": False}):
         with pytest.raises(RewardError, match="without a verdict"):
             asyncio.run(GenRM(endpoint=url, **{**options, **change})(same))
     files[0].write_text("{")
