@@ -25,4 +25,8 @@ def register_rewards() -> dict[str, str]:
         "json_schema": "relax_gym_rewards.json_schema:JsonSchema",
         "iou": "relax_gym_rewards.iou:IoU",
         "point": "relax_gym_rewards.point:Point",
+        "wer": "relax_gym_rewards.wer:WER",
+        "cer": "relax_gym_rewards.cer:CER",
+        "bleu": "relax_gym_rewards.bleu:BLEU",
+        "chrf": "relax_gym_rewards.chrf:ChrF",
     }
