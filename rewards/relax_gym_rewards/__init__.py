@@ -29,4 +29,8 @@ def register_rewards() -> dict[str, str]:
         "cer": "relax_gym_rewards.cer:CER",
         "bleu": "relax_gym_rewards.bleu:BLEU",
         "chrf": "relax_gym_rewards.chrf:ChrF",
+        "dapo_math": "relax_gym_rewards.dapo_math:DAPOMath",
+        "deepscaler_math": "relax_gym_rewards.deepscaler_math:DeepScaleRMath",
+        "geo3k": "relax_gym_rewards.geo3k:Geo3K",
+        "openr1mm": "relax_gym_rewards.openr1mm:OpenR1MM",
     }
