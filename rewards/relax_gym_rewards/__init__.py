@@ -33,4 +33,6 @@ def register_rewards() -> dict[str, str]:
         "deepscaler_math": "relax_gym_rewards.deepscaler_math:DeepScaleRMath",
         "geo3k": "relax_gym_rewards.geo3k:Geo3K",
         "openr1mm": "relax_gym_rewards.openr1mm:OpenR1MM",
+        "ifbench": "relax_gym_rewards.ifbench:IFBench",
+        "random": "relax_gym_rewards.random:Random",
     }
