@@ -12,6 +12,7 @@ import pytest
 from relax_gym.cli.rewards import markdown_table
 from relax_gym.plugins import plugins
 from relax_gym.registry import check_kwargs
+from relax_gym_rewards._instructions import CHECKS
 from relax_gym_rewards.catalog import FACTS
 
 ROOT = Path(__file__).parent.parent
@@ -44,3 +45,9 @@ def test_no_facts_without_a_reward_and_no_heading_is_linked_in_vain() -> None:
             if line.startswith("#")
         }
         assert anchor in headings
+
+
+def test_every_kind_of_instruction_is_there() -> None:
+    section = PAGE.partition("## Instructions")[2].partition("\n## ")[0]
+    missing = [kind for kind, check in CHECKS.items() for word in (kind, *check.needs) if f"`{word}`" not in section]
+    assert not missing
