@@ -10,6 +10,7 @@ import pytest
 from reward_kit import episode
 
 from relax_gym.errors import RewardError
+from relax_gym.testing import check_reward
 from relax_gym_rewards._latex import plain_latex
 from relax_gym_rewards.dapo_math import DAPOMath
 from relax_gym_rewards.deepscaler_math import DeepScaleRMath
@@ -285,3 +286,15 @@ def test_k81_a_crafted_box_has_no_side_effect(rewards: dict[str, Any], tmp_path:
     for name in ("deepscaler_math", "geo3k"):
         assert ask(rewards[name], payload, "42") < 0.5
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["math", "deepscaler_math", "geo3k", "openr1mm"])
+def test_they_keep_the_contract_of_rewards(rewards: dict[str, Any], name: str) -> None:
+    episodes = [episode(r"<think>x</think>\boxed{2}", answer="2"), episode("<answer>3</answer>", answer="2")]
+    results = check_reward(rewards[name], episodes)
+    assert [result.name for result in results if not result.passed] == []
+
+
+def test_dapo_math_keeps_the_contract_of_rewards() -> None:
+    results = check_reward(DAPOMath(), [episode("Answer: 3", "Answer: 2", answer="2"), episode("", answer="2")])
+    assert [result.name for result in results if not result.passed] == []

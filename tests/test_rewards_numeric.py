@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from reward_kit import episode
 
@@ -60,10 +63,25 @@ def test_units_are_ignored_unless_asked_for_and_where_the_reference_has_none() -
     assert Numeric()(episode("5000 m", answer="5 km")) == 0.0
     assert Numeric(units="optional")(episode("5 kg", answer=5)) == 1.0
     assert Numeric(units="optional")(episode("50%", answer=0.5)) == 1.0
-    with pytest.raises(RewardError, match=r"info\['answer'\] is 5, with no unit of its table"):
+    with pytest.raises(RewardError, match=r"info\['answer'\] is '5', with no unit of its table"):
         Numeric(units="required")(episode("5 kg", answer=5))
     with pytest.raises(RewardError, match="numeric: units is 'si'; it must be one of 'ignore', 'optional', 'required'"):
         Numeric(units="si")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (np.int64(5), 1.0),
+        (np.float32(5), 1.0),
+        (Fraction(10, 2), 1.0),
+        (Decimal("5.0"), 1.0),
+        (["4", 5], 1.0),
+        ([4, 6], 0.0),
+    ],
+)
+def test_any_kind_of_number_is_a_reference(answer: Any, expected: float) -> None:
+    assert Numeric()(episode("5", answer=answer)) == expected
 
 
 def test_tolerance_is_in_the_unit_of_the_reference() -> None:

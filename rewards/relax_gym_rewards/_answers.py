@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 from relax_gym.errors import RewardError
@@ -61,7 +63,7 @@ def references(trajectory: Trajectory, field: str, reward: str) -> list[str]:
     """The texts that `info[field]` allows. Raises RewardError when it is not a text, a number or a list of these."""
     value = reference(trajectory, field)
     items: Sequence[Any] = value if isinstance(value, (list, tuple)) else [value]
-    if not items or not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in items):
+    if not items or not all(isinstance(item, (str, Real, Decimal)) and not isinstance(item, bool) for item in items):
         raise RewardError(
             f"{reward}: info[{field!r}] is {value!r:.100}; it must be a text, a number or a list of these: "
             "let the env leave one, or set field = …"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from relax_gym.errors import RewardError
 from relax_gym.types import Trajectory
-from relax_gym_rewards._answers import answer_text
-from relax_gym_rewards._episode import reference
+from relax_gym_rewards._answers import answer_text, references
 from relax_gym_rewards.numeric import first_number, last_number
 
 MARK = "####"
@@ -25,14 +24,17 @@ class GSM8K:
     strict: bool = False
 
     def __call__(self, trajectory: Trajectory, /) -> float:
-        expected = reference(trajectory, self.field)
-        target = gsm8k_number(str(expected)) if isinstance(expected, (str, int, float)) else None
-        if target is None or isinstance(expected, bool):
+        targets = [self._target(expected) for expected in references(trajectory, self.field, "gsm8k")]
+        given = gsm8k_number(answer_text(trajectory), strict=self.strict)
+        return float(given is not None and any(math.isclose(given, target, rel_tol=1e-9) for target in targets))
+
+    def _target(self, expected: str) -> float:
+        target = gsm8k_number(expected)
+        if target is None:
             raise RewardError(
                 f"gsm8k: info[{self.field!r}] is {expected!r:.100}; it must be a number or '… #### number'"
             )
-        given = gsm8k_number(answer_text(trajectory), strict=self.strict)
-        return float(given is not None and math.isclose(given, target, rel_tol=1e-9, abs_tol=1e-9))
+        return target
 
 
 def gsm8k_number(text: str, *, strict: bool = False) -> float | None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from relax_gym.errors import RewardError
 from relax_gym.types import Trajectory
-from relax_gym_rewards._answers import answer_text, choice_option
-from relax_gym_rewards._episode import reference
+from relax_gym_rewards._answers import answer_text, choice_option, references
 from relax_gym_rewards._units import converted, tidy, unit_at
 
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|(?<!\.)\.[0-9]+"
@@ -25,7 +24,8 @@ class Numeric:
     """Compares numbers, not text: "1,234", "-0.5", "3/4", "12%", "$5", "1e3" are understood.
 
     Equal means within `tolerance`, absolute and relative to the reference. "50%" is right for 0.5 and for 50, unless
-    the reference is itself a percentage. The reference is a number or a text whose last number counts.
+    the reference is itself a percentage. The reference is a number, a text whose last number counts, or a
+    list of these, any of which will do.
 
     `units`: "ignore" what stands behind the numbers; "optional" ones must fit where both have one ("5 km" is 5000 m);
     "required" ones must be there, too. Thinking is left out.
@@ -41,21 +41,25 @@ class Numeric:
         choice_option("numeric", "units", self.units, ("ignore", "optional", "required"))
 
     def __call__(self, trajectory: Trajectory, /) -> float:
-        expected = reference(trajectory, self.field)
-        target = last_measure(str(expected))
+        targets = [self._target(expected) for expected in references(trajectory, self.field, "numeric")]
+        given = last_measure(answer_text(trajectory))
+        return float(given is not None and any(self._right(given, target) for target in targets))
+
+    def _target(self, expected: str) -> Measure:
+        target = last_measure(expected)
         if target is None:
             raise RewardError(f"numeric: info[{self.field!r}] is {expected!r:.100}, which holds no number")
         if self.units == "required" and target.unit is None:
             raise RewardError(f"numeric: info[{self.field!r}] is {expected!r:.100}, with no unit of its table")
-        given = last_measure(answer_text(trajectory))
-        if given is None:
-            return 0.0
+        return target
+
+    def _right(self, given: Measure, target: Measure) -> bool:
         if self.units != "ignore" and target.unit is not None:
-            return float(self._measures(given, target, target.unit))
+            return self._measures(given, target, target.unit)
         readings = {given.value}
         if given.percent and not target.percent:
             readings.add(100 * given.value)
-        return float(any(self._equal(value, target.value) for value in readings))
+        return any(self._equal(value, target.value) for value in readings)
 
     def _measures(self, given: Measure, target: Measure, unit: str) -> bool:
         if given.unit is None:
