@@ -67,7 +67,9 @@ UNITS = {unit: (kind, factor) for kind, table in KINDS.items() for unit, factor 
 SPELLED = {unit.casefold(): unit for unit in UNITS if len(unit) > 3} | {"l": "l", "ml": "ml"}
 _POWERS = (("^{2}", "²"), ("^{3}", "³"), ("^2", "²"), ("^3", "³"))
 _DEGREES = (("^{\\circ}", "°"), ("^\\circ", "°"), ("\\circ", "°"), ("º", "°"), ("°$", "°"), ("° ", "°"))
-_WRITTEN = re.compile(r"\s{0,2}(?:\\(?:text|mathrm)\{\s?)?(°?[A-Za-zµΩ]{1,12}[²³]?(?:/[A-Za-z]{1,3})?|°)")
+_WRITTEN = re.compile(
+    r"(?:\\[ ,;]|[~\s]){0,3}(?:\\(?:text|mathrm)\{\s?)?(°?[A-Za-zµΩ]{1,12}[²³]?(?:/[A-Za-z]{1,3})?|°)"
+)
 
 
 def tidy(text: str) -> str:

@@ -35,13 +35,17 @@ def chosen_letter(text: str, letters: str, choices: Sequence[str] = (), *, stric
 def _stated(text: str, letters: str) -> str:
     """The letter of the last statement, "" without one, and more than a letter when it goes on with "or C"."""
     small = letters.lower()
-    opening = r"[*_$(\[ \t]{0,4}(?:\\(?:text|mathrm|mathbf|boxed)\{)?"
+    opening = r"[*_$(\[ \t]{0,4}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{)?"
     # a small letter may be an article, a capital before an apostrophe is "I'm"
     letter = rf"(?P<letter>[{letters}](?![\w'’])|[{small}](?=[)\]}}.*]|[ \t]*$))"
     also = rf"[)\]}}*_. \t]{{0,6}}(?:or|and|&|/|,)\s{{0,3}}[(\[*]{{0,2}}[{letters}](?=[)\].,*]|\s*(?:$|or\b|and\b|,))"
-    pattern = rf"\b(?i:answer|choice|option)[*_ \t]{{0,4}}(?:(?i:\bis\b)|[:=：])[*_ \t]{{0,4}}[:：]?{opening}{letter}"
-    found = list(re.finditer(pattern + rf"(?P<also>{also})?", text, re.MULTILINE))
-    return found[-1]["letter"].upper() + (found[-1]["also"] or "") if found else ""
+    stem = r"\b(?i:answer|choice|option)[*_ \t]{0,4}(?:(?i:\bis\b)|[:=：])[*_ \t]{0,4}[:：]?[*_ \t]{0,4}"
+    same_line = rf"(?i:option\s|choice\s)?{opening}{letter}"
+    below = rf"\s{{1,4}}[(*]{{0,3}}(?P<below>[{letters}])(?=[)\].*]|[ \t]*$)"
+    found = list(re.finditer(rf"{stem}(?:{same_line}|{below})(?P<also>{also})?", text, re.MULTILINE))
+    if not found:
+        return ""
+    return (found[-1]["letter"] or found[-1]["below"]).upper() + (found[-1]["also"] or "")
 
 
 def _bare(text: str, letters: str, choices: Sequence[str]) -> str | None:
