@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -28,7 +27,7 @@ from relax_gym.types import (
 from relax_gym.workers import WorkerThreads
 
 CONCURRENCY = 256
-FIELDS = ("question", "answer", "reference", "info", "label", "group", "id")
+FIELDS = ("question", "answer", "reference", "info", "label", "id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,6 @@ class Case:
     """An episode; how it was scored when it was played, and what somebody says it should get, each None without."""
 
     trajectory: Trajectory
-    group: str
     recorded: float | None = None
     label: float | None = None
 
@@ -46,27 +44,26 @@ def text_case(
 ) -> Case:
     """One answer as an episode of one turn. The reference goes where rewards look for it, to `info["answer"]`.
 
-    `known` are `group`, `label` and `id`.
+    `known` are `label` and `id`.
     """
     completion = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.STOP)
     observation = ({"role": "user", "content": question},) if question else ()
     turn = Turn(observation=observation, context_ids=(), completion=completion, text=answer, action=answer, reward=0.0)
-    name = str(known.get("id", "text"))
     trajectory = Trajectory(
         task=Task(env_id="text", seed=0),
-        episode_id=name,
+        episode_id=str(known.get("id", "text")),
         turns=(turn,),
         stop_reason=StopReason.ENV_DONE,
         info={**({} if reference is None else {"answer": reference}), **(info or {})},
     )
-    return Case(trajectory=trajectory, group=str(known.get("group", name)), label=known.get("label"))
+    return Case(trajectory=trajectory, label=known.get("label"))
 
 
 def read_cases(source: Path, *, step: int | None = None, kind: str | None = None) -> list[Case]:
     """The episodes of a run folder, or the lines of a JSONL file. `step` and `kind` choose some of a run's.
 
     A line is an episode as in `episodes.jsonl`, or an object with `answer`, and `question`, `reference`, `info`,
-    `label` (a number, or true or false), `group` and `id` if there are such.
+    `label` (a number, or true or false) and `id` if there are such.
 
     Raises:
         RunFolderError: there is nothing, or a line is neither; names it.
@@ -99,10 +96,8 @@ def _lines(path: Path) -> Iterable[Any]:
 def _case(record: Any, where: str) -> Case:
     if isinstance(record, Mapping) and "turns" in record:
         try:
-            group = f"{record.get('step')}/{record.get('group_id', record['episode_id'])}"
             return Case(
                 trajectory=trajectory_of(record),
-                group=group,
                 recorded=record.get("reward"),
                 label=_label(record.get("label"), where),
             )
@@ -190,11 +185,3 @@ async def _rescore(cases: Sequence[Case], term: WeightedReward, timeout: float) 
     finally:
         await close_rewards([term], timeout=timeout, threads=threads)
         threads.close()
-
-
-def by_group(cases: Sequence[Case]) -> dict[str, list[int]]:
-    """Indices of the cases of each group."""
-    found: defaultdict[str, list[int]] = defaultdict(list)
-    for index, case in enumerate(cases):
-        found[case.group].append(index)
-    return found
