@@ -25,11 +25,16 @@ HUGE = 200_000
 def rewards() -> Iterator[dict[str, Any]]:
     """One of each; they share the processes of the first."""
     made = {kind.name: kind(timeout=20.0, workers=1) for kind in (Math, DeepScaleRMath, Geo3K, OpenR1MM)}
-    shared = made["math"]
     for reward in made.values():
-        reward._submit = shared._submit
+        sharing(made, reward)
     yield made
-    shared.close()
+    made["math"].close()
+
+
+def sharing(rewards: dict[str, Any], reward: Any) -> Any:
+    """The reward, checking in the processes of the others."""
+    reward._submit = rewards["math"]._submit
+    return reward
 
 
 def ask(reward: Any, action: str, answer: Any) -> float:
@@ -187,8 +192,8 @@ def test_deepscaler_math(rewards: dict[str, Any], action: str, answer: Any, expe
     assert ask(rewards["deepscaler_math"], action, answer) == expected
 
 
-def test_deepscaler_math_without_thinking() -> None:
-    assert ask(DeepScaleRMath(thinking=False), r"\boxed{42}", "42") == 1.0
+def test_deepscaler_math_without_thinking(rewards: dict[str, Any]) -> None:
+    assert ask(sharing(rewards, DeepScaleRMath(thinking=False)), r"\boxed{42}", "42") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -252,10 +257,10 @@ def test_openr1mm(rewards: dict[str, Any], action: str, answer: Any, expected: f
     assert ask(rewards["openr1mm"], action, answer) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_template_that_opens_the_thinking_is_taken_into_account() -> None:
-    assert ask(OpenR1MM(opened=True), "x</think><answer>42</answer>", "42") == 1.0
-    assert ask(Geo3K(opened=True), r"x</think>\boxed{42}", "42") == 1.0
-    assert ask(Geo3K(opened=True, format_weight=0.25), "x</think>42", "42") == 0.0
+def test_a_template_that_opens_the_thinking_is_taken_into_account(rewards: dict[str, Any]) -> None:
+    assert ask(sharing(rewards, OpenR1MM(opened=True)), "x</think><answer>42</answer>", "42") == 1.0
+    assert ask(sharing(rewards, Geo3K(opened=True)), r"x</think>\boxed{42}", "42") == 1.0
+    assert ask(sharing(rewards, Geo3K(opened=True, format_weight=0.25)), "x</think>42", "42") == 0.0
 
 
 @pytest.mark.parametrize(
