@@ -34,5 +34,6 @@ def register_rewards() -> dict[str, str]:
         "geo3k": "relax_gym_rewards.geo3k:Geo3K",
         "openr1mm": "relax_gym_rewards.openr1mm:OpenR1MM",
         "ifbench": "relax_gym_rewards.ifbench:IFBench",
+        "code": "relax_gym_rewards.code:Code",
         "random": "relax_gym_rewards.random:Random",
     }

@@ -17,6 +17,7 @@ FACTS = {
     "bleu": Facts("0 to 1", 'tokenize = "intl"'),
     "cer": Facts("0 to 1", "normalise = false"),
     "chrf": Facts("0 to 1", "word_order = 2"),
+    "code": Facts("0 to 1", 'score = "all", seconds = 10.0'),
     "dapo_math": Facts("1 or `wrong`", "wrong = 0.0"),
     "deepscaler_math": Facts("0 or 1", "thinking = false"),
     "em": Facts("0 or 1", 'field = "answers"'),
