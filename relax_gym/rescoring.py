@@ -163,9 +163,10 @@ def load_reward(name: str, kwargs: Mapping[str, Any], *, key: str | None = None)
     factory = plugins().get("reward", name)
     check_kwargs("reward", name, factory, kwargs)
     try:
-        return WeightedReward(name=name, weight=1.0, key=key, reward=factory(**kwargs))
+        reward = factory(**kwargs)
     except Exception as error:  # a constructor is anybody's code
         raise ConfigError(f"reward {name!r}: {reason(error)}; `relax-gym rewards show {name}` lists options") from error
+    return WeightedReward(name=name, weight=1.0, key=key or getattr(reward, "key", None), reward=reward)
 
 
 def rescore(cases: Sequence[Case], term: WeightedReward, *, timeout: float) -> list[Trajectory]:

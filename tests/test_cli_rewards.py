@@ -197,6 +197,25 @@ def test_a_line_of_a_run_is_its_episode_again(tmp_path: Path) -> None:
     assert trajectory_of(older).info == {"n": 1}, "lines without info have what the turns say"
 
 
+class Two:
+    """Gives two numbers, of which the first counts unless another is asked for."""
+
+    key = "length"
+
+    def __call__(self, trajectory: Trajectory) -> dict[str, float]:
+        return {"length": float(len(trajectory.turns[-1].action)), "turns": float(len(trajectory.turns))}
+
+
+def test_a_reward_of_several_numbers(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = plugins().tables["reward"]
+    monkeypatch.setattr(table, "_values", {**table._values, "two": Two})
+    monkeypatch.setattr(table, "_sources", {**table._sources, "two": "a test"})
+    found = as_json(capsys, "rewards", "try", "two", "--answer", "abc")["episodes"][0]
+    assert (found["scores"], found["parts"]) == ({"two": 3.0}, {"two/turns": 1.0})
+    found = as_json(capsys, "rewards", "try", "two", "--answer", "abc", "--key", "turns")["episodes"][0]
+    assert (found["scores"], found["parts"]) == ({"two": 1.0}, {"two/length": 3.0})
+
+
 def test_an_episode_that_failed_stays_unscored(capsys: Any, tmp_path: Path) -> None:
     error = EpisodeError(env_id="test/Quiz-v0", seed=0, turn=1, message="broke", traceback="…")
     broken = dataclasses.replace(episode("42", answer="42"), error=error, stop_reason=StopReason.ERROR)
