@@ -35,5 +35,9 @@ def register_rewards() -> dict[str, str]:
         "openr1mm": "relax_gym_rewards.openr1mm:OpenR1MM",
         "ifbench": "relax_gym_rewards.ifbench:IFBench",
         "code": "relax_gym_rewards.code:Code",
+        "first_failure": "relax_gym_rewards.composites:FirstFailure",
+        "gate": "relax_gym_rewards.composites:Gate",
+        "product": "relax_gym_rewards.composites:Product",
+        "weighted_sum": "relax_gym_rewards.composites:WeightedSum",
         "random": "relax_gym_rewards.random:Random",
     }

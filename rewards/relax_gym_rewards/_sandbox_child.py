@@ -145,7 +145,7 @@ class Remote:
 
 
 def judge(fd: int) -> int:
-    """Run the test, in which names without a definition are functions of the program. The verdict is the exit status."""
+    """Run the test, where names without a definition are functions of the program. The exit status is the verdict."""
     with open("/tmp/given/test.py", encoding="utf-8") as file:
         tree = ast.parse(file.read())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}

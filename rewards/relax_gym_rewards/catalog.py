@@ -24,7 +24,9 @@ FACTS = {
     "env": Facts("the env's"),
     "exact_match": Facts("0 or 1", "ignore_case = false"),
     "f1": Facts("0 to 1", 'field = "answers"'),
+    "first_failure": Facts("that of its terms", 'rewards = [{ name = "format" }, { name = "math" }]'),
     "format": Facts("0 or 1", 'tags = ["think", "answer"]'),
+    "gate": Facts("0, or that of its last term", 'rewards = [{ name = "format" }, { name = "math" }]'),
     "genrm": Facts(
         "0 to 1, or what `words` are worth",
         'endpoint = "http://localhost:30000/v1", model = "judge", rubric = "Is it right?"',
@@ -41,9 +43,11 @@ FACTS = {
     "numeric": Facts("0 or 1", "tolerance = 0.01"),
     "openr1mm": Facts("0 to 1", "format_weight = 0.2"),
     "point": Facts("0 or 1", 'coordinates = "thousand"'),
+    "product": Facts("that of its terms", 'rewards = [{ name = "format" }, { name = "math" }]'),
     "random": Facts("`low` to `high`", "seed = 1"),
     "regex": Facts("0 or 1", 'pattern = "^[0-9]+$"'),
     "repetition": Facts("-`penalty` to 0", "n = 4, penalty = 0.5"),
     "turn_penalty": Facts("at most 0", "per_turn = 0.05"),
+    "weighted_sum": Facts("that of its terms", 'rewards = [{ name = "format" }, { name = "math" }]'),
     "wer": Facts("0 to 1", "normalise = false"),
 }
