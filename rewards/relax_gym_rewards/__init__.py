@@ -39,5 +39,6 @@ def register_rewards() -> dict[str, str]:
         "gate": "relax_gym_rewards.composites:Gate",
         "product": "relax_gym_rewards.composites:Product",
         "weighted_sum": "relax_gym_rewards.composites:WeightedSum",
+        "tool_use": "relax_gym_rewards.tool_use:ToolUse",
         "random": "relax_gym_rewards.random:Random",
     }

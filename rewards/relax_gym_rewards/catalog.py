@@ -47,6 +47,7 @@ FACTS = {
     "random": Facts("`low` to `high`", "seed = 1"),
     "regex": Facts("0 or 1", 'pattern = "^[0-9]+$"'),
     "repetition": Facts("-`penalty` to 0", "n = 4, penalty = 0.5"),
+    "tool_use": Facts("0 to 1", "at_least = 2"),
     "turn_penalty": Facts("at most 0", "per_turn = 0.05"),
     "weighted_sum": Facts("that of its terms", 'rewards = [{ name = "format" }, { name = "math" }]'),
     "wer": Facts("0 to 1", "normalise = false"),
