@@ -32,7 +32,8 @@ class Code:
     Each test starts a new process without network, other processes, environment or files to write outside an empty
     folder; `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
     `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails.
-    `python` runs the programs. Needs Linux with user namespaces; where they are refused, the episode is unscored.
+    `python` runs the programs, by default the one that runs relax-gym. Needs Linux with user namespaces; where they are
+    refused, the episode is unscored.
     """
 
     def __init__(
@@ -46,14 +47,15 @@ class Code:
         disk: int = 16,
         processes: int = 16,
         workers: int = 2,
-        python: str = sys.executable,
+        python: str = "",
     ) -> None:
         choice_option("code", "score", score, ("fraction", "all"))
         numbers = {"seconds": seconds, "memory": memory, "disk": disk, "processes": processes, "workers": workers}
         for name, value in numbers.items():
             if not value > 0:
                 raise RewardError(f"code: {name} is {value}; it must be above 0")
-        self.field, self.files_field, self.score, self.python, self.workers = field, files_field, score, python, workers
+        self.field, self.files_field, self.score, self.workers = field, files_field, score, workers
+        self.python = python or sys.executable
         self.limits = Limits(seconds=seconds, memory=memory, disk=disk, processes=processes)
         self._slots: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 
