@@ -63,7 +63,7 @@ def options(name: str, start: tuple[int, Path], tmp_path: Path) -> dict[str, Any
     return {"teacher": str(imitate(tmp_path / "teacher", seed, {"name": str(model)}, steps=150))}
 
 
-ALWAYS = ("grpo", "gspo", "sapo", "opd")
+ALWAYS = ("grpo", "gspo", "sapo")
 """Continuous integration trains with these."""
 
 

@@ -81,7 +81,7 @@ def share_left(folder: Path, env: dict[str, Any], teacher: str) -> float:
         ({"top_k": 8}, 30),
         pytest.param({"level": "reward"}, 70, marks=(pytest.mark.slow, pytest.mark.long)),
         pytest.param({"form": "forward"}, 30, marks=(pytest.mark.slow, pytest.mark.long)),
-        pytest.param({"form": "jsd"}, 40, marks=pytest.mark.slow),
+        pytest.param({"form": "jsd"}, 40, marks=(pytest.mark.slow, pytest.mark.long)),
     ],
 )
 def test_the_kl_to_the_teacher_falls_by_90_percent(

@@ -38,6 +38,7 @@ class TestExample:
         assert after >= max(0.85, blind + LUCK)
         assert 1 - after <= (1 - before) / 2  # half of the errors at least
 
+    @pytest.mark.long
     def test_nothing_is_learned_from_media_of_other_episodes(self, example: str, blind: float, tmp_path: Path) -> None:
         _, after = accuracies(example, tmp_path / "run", "env.0.kwargs.shuffle_media=true")
         assert after <= blind + LUCK

@@ -149,7 +149,7 @@ def test_two_nodes_train_as_one(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics(tmp_path) if line["step"]] == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_k110_a_node_that_dies_ends_the_run_with_its_rank(tmp_path: Path) -> None:
     with two_nodes(config(tmp_path, steps=1000)) as (first, second):
         wait_for_steps(tmp_path, first)  # so they have trained

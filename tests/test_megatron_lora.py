@@ -120,7 +120,7 @@ def test_any_of_the_hubs_modules_can_be_adapted_alone(folders: Folders, layout: 
         assert moved == {name for name in before if name.removesuffix(".weight").endswith(targets)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attention_beside_experts_can_be_adapted(folders: Folders) -> None:
     case = Case(options={"lora": {**LORA, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}}, steps=batches(2))
     (found,) = by_megatron(Layout(tp=2, ep=2, etp=1), folders["experts"], [case])
@@ -230,7 +230,7 @@ def test_adapters_go_on_from_a_checkpoint_bit_for_bit(folders: Folders, tmp_path
         torch.testing.assert_close(exported[name], value, **close)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_layout_takes_the_adapters_of_a_checkpoint(folders: Folders, tmp_path: Path) -> None:
     before, metrics, _ = on_ranks(Layout(tp=2), saved, folders["dense"], ADAPTED, tmp_path)[0]
     for layout in (Layout(), Layout(pp=2)):
