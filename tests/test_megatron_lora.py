@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from learner_cases import learner, random_batch, save_model, weights
 from megatron_learner_kit import (
     MODELS,
     Case,
+    Expected,
     Folders,
     Outcome,
     batches,
@@ -40,28 +41,9 @@ from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank_service import Place
 from relax_gym_trainers.torch_learner.options import LoraOptions
 
+pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 2e-5
-
-Expected = Callable[[str, Case], Outcome]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def expected(folders: Folders) -> Expected:
-    """What the torch learner finds, computed once."""
-    known: dict[tuple[str, int], Outcome] = {}
-
-    def find(model: str, case: Case) -> Outcome:
-        key = model, id(case)
-        known[key] = known.get(key) or by_torch(folders[model], case)
-        return known[key]
-
-    return find
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
