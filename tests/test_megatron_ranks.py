@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from relax_gym.errors import ConfigError, TrainingError
+from relax_gym_trainers.megatron_learner.rank_processes import meeting_point
 from relax_gym_trainers.megatron_learner.ranks import Ranks
 
 PLAIN, GLOO, UNMADE = "ranks_kit:Plain", "ranks_kit:Gloo", "ranks_kit:Unmade"
@@ -103,6 +105,19 @@ def test_ranks_compute_together_and_close(tmp_path):
     assert not dist.is_initialized()
     with pytest.raises(TrainingError, match="total cannot be called: the ranks are closed"):
         ranks.call("total", 2.0)
+
+
+def test_ranks_meet_at_a_port_that_an_earlier_store_of_this_process_had(monkeypatch):
+    store, earlier = meeting_point()
+    port = store.port
+    del store
+    create_server = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda address: create_server((address[0], port)))
+    store, meeting = meeting_point()
+    assert meeting == earlier
+    here = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    here.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_one_rank_needs_no_process():

@@ -207,8 +207,13 @@ def meeting_point(host: str = "127.0.0.1") -> tuple[Any, str]:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    return store, f"tcp://{host}:{store.port}"
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    # Asked for port 0, torch loses a store that gets the port of an earlier one, and rank 0 cannot join it.
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+    return store, f"tcp://{host}:{port}"
 
 
 def _rendezvous(timeout: timedelta) -> Any:
