@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
     """A function of tensors, the first of them on a GPU: compiled there, for any number of rows of the first and of
     those that have as many. As it is elsewhere, and where it cannot be compiled."""
     works = True
+    kinds: set[tuple[Any, ...]] = set()  # of arguments that it was compiled for
 
     @functools.cache
     def compiled() -> Callable[P, T]:
@@ -31,9 +32,11 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
         first: Any = args[0]
         if not (works and first.is_cuda):
             return function(*args, **options)
-        for value in args:
-            if isinstance(value, Tensor) and len(value) == len(first):
-                torch._dynamo.maybe_mark_dynamic(value, 0)
+        if (kind := _kind(args)) not in kinds:
+            kinds.add(kind)
+            for value in args:
+                if isinstance(value, Tensor) and len(value) == len(first):
+                    torch._dynamo.maybe_mark_dynamic(value, 0)
         try:
             return compiled()(*args, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -42,3 +45,11 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **options)
 
     return call
+
+
+def _kind(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What decides whether a function is compiled again, but for the number of rows. To mark those of every call takes
+    as long as the call."""
+    return torch.is_grad_enabled(), *(
+        (arg.dtype, arg.shape[1:], arg.requires_grad) if isinstance(arg, Tensor) else arg for arg in args
+    )

@@ -10,13 +10,19 @@ from torch import Tensor
 from relax_gym_trainers.fused import fused
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
 from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
+from relax_gym_trainers.megatron_learner.modules.norms import LaterNorm, rms_norm
 
 
 class RotaryAttention(CoreAttention):
     """`CoreAttention` that first turns queries and keys by the angles kept with the pack.
 
     Megatron turns each row of a pack apart, by positions that it counts itself.
+
+    Attributes:
+        norms: Those of queries and keys, applied before that in the same pass over memory, where a model has them.
     """
+
+    norms: tuple[LaterNorm, LaterNorm] | None = None
 
     def forward(
         self,
@@ -30,8 +36,21 @@ class RotaryAttention(CoreAttention):
     ) -> Tensor:
         """As `CoreAttention.forward`, for packed rows whose `rotary` was set by `keep_angles`."""
         cosines, sines = packed_seq_params.rotary
-        query, key = turn_both(query, key, cosines, sines)
+        if self.norms is None:
+            query, key = turn_both(query, key, cosines, sines)
+        else:
+            query, key = norm_and_turn_both(
+                query, key, *(norm.weight for norm in self.norms), self.norms[0].eps or 0.0, cosines, sines
+            )
         return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+
+
+def keep_norms(layers: Any) -> None:
+    """Let the attention of Megatron's layers apply the `LaterNorm`s of their queries and keys."""
+    for layer in layers:
+        attention = layer.self_attention
+        if isinstance(attention.q_layernorm, LaterNorm):
+            attention.core_attention.norms = attention.q_layernorm, attention.k_layernorm
 
 
 def keep_angles(
@@ -53,6 +72,15 @@ def keep_angles(
 @fused
 def turn_both(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
     """`turn` each."""
+    return turn(query, cosines, sines), turn(key, cosines, sines)
+
+
+@fused
+def norm_and_turn_both(
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, cosines: Tensor, sines: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`turn` each after its `rms_norm`."""
+    query, key = rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps)
     return turn(query, cosines, sines), turn(key, cosines, sines)
 
 

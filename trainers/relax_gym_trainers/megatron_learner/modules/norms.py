@@ -45,13 +45,23 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps or 0.0).view(x.shape)
+        return _rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps or 0.0).view(x.shape)
 
 
-@fused
+class LaterNorm(RMSNorm):
+    """The weight of a norm that another module applies along with what it does itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x as it is."""
+        return x
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The rows of x, [n, size], normed and multiplied by the weight, [size]. Written out for the compiler: torch's own
-    backward pass takes longer than the attention's where rows are short, as heads are."""
+    """x over its last dimension, normed and multiplied by the weight, [size]. Written out for the compiler: torch's own
+    backward pass takes longer than the attention's where that dimension is short, as heads are."""
     exact = x.to(torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32))
     normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     return (normed * weight).to(x.dtype)
+
+
+_rms_norm = fused(rms_norm)
