@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from relax_gym.config_faults import explain_fault
 from relax_gym.errors import ConfigError, RelaxGymError
 from relax_gym.overrides import apply_override
-from relax_gym.supervision_config import SupervisionConfig
+from relax_gym.supervision_config import SupervisionConfig, TimelineConfig
 
 if TYPE_CHECKING:
     from relax_gym.algorithm import Algorithm
@@ -261,6 +261,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    timeline: TimelineConfig = TimelineConfig()
     trackers: tuple[PluginSection, ...] = (PluginSection(name="tensorboard"),)
     warmup: WarmupConfig | None = None
 
