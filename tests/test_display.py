@@ -108,7 +108,8 @@ def test_plain_lines_of_a_run() -> None:
         "eval after step 0  reward 0.370  accuracy 0.400",
         "step  1/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  waited 2.5  8.0s  eta 88s",
         "eval after step 2  reward 0.500  errors 2",
-        "step  2/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  waited 2.5  errors 3  dropped_zero_variance 2  4.0s  eta 100s",
+        "step  2/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  waited 2.5  errors 3  dropped_zero_variance 2  "
+        "4.0s  eta 100s",
         "checkpoint runs/x/checkpoints/step-000002",
         "run folder: runs/x",
         "look at episodes: relax-gym view runs/x",
