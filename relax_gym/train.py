@@ -23,7 +23,7 @@ from relax_gym.errors import Stopped, TrainingError, first_cause
 from relax_gym.evaluate import evaluate
 from relax_gym.learner import Learner
 from relax_gym.meters import StepClock
-from relax_gym.metrics import episode_metrics, merged, staleness_metrics
+from relax_gym.metrics import consumed_shares, episode_metrics, merged, staleness_metrics
 from relax_gym.plugins import plugins
 from relax_gym.producer import Producer
 from relax_gym.redaction import check_secrets
@@ -255,6 +255,7 @@ class Trainer:
             **staleness_metrics(samples, batch.version),
             **{f"learner/{key}": value for key, value in learner.items()},
             **{f"queue/dropped_{reason}": count for reason, count in dropped.items()},
+            **consumed_shares(groups, [env.id for env in self._config.env]),
             "queue/empty_slots": self._config.train.groups_per_step - len(groups),
             **clock.metrics(batch.trained_tokens),
             **self._producer.meter.metrics(),
