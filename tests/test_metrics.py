@@ -71,10 +71,10 @@ def test_the_log_and_the_command_line_tell_the_same() -> None:
 
 def test_shares_and_latencies_are_logged_by_env_where_there_are_several(tmp_path: Path) -> None:
     envs = [{"id": "test/OneOrTwo-v0"}, {"id": "test/Nan-v0"}]
-    metrics = run(trainer(tmp_path / "two", half_a, env=envs, train={"steps": 1, "groups_per_step": 4})).metrics
+    metrics = run(trainer(tmp_path / "two", half_a, env=envs, train={"steps": 1, "groups_per_step": 16})).metrics
     shares = [metrics[f"queue/consumed_share/{env['id']}"] for env in envs]
     assert sum(shares) == 1
-    assert all(share in (0.25, 0.5, 0.75) for share in shares)
+    assert all(0 < share < 1 for share in shares)
     for env in envs:
         tail = [metrics[f"time/episode_{name}/{env['id']}"] for name in ("p50", "p95", "max")]
         assert 0 < tail[0] <= tail[1] <= tail[2] <= metrics["time/episode_max"]
