@@ -108,7 +108,8 @@ def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
                 reward = plugins().get("reward", term.name)(**term.kwargs)
             except Exception as error:  # a constructor is the user's code; the advice is the same whatever it raises
                 raise refused(f"reward.{index}.kwargs", f"reward {term.name!r}", term.kwargs, reason(error)) from error
-            terms.append(WeightedReward(name=term.name, weight=term.weight, key=term.key, reward=reward))
+            key = term.key or getattr(reward, "key", None)
+            terms.append(WeightedReward(name=term.name, weight=term.weight, key=key, reward=reward))
     return tuple(terms)
 
 

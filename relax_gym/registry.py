@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relax_gym.env import Env
 
 BUILT_IN_ENVS = "relax_gym_envs.catalog:ENVS"
+DOTTED = "python:"
 ENV_ID = re.compile(r"^[\w-]+/[\w-]+-v\d+$")
 
 
@@ -80,12 +81,16 @@ class Registry:
         self._values[name], self._sources[name] = value, source
 
     def get(self, name: str) -> Any:
-        """The value under a name, imported if it was given as a string.
+        """The value under a name, imported if it was given as a string. A reward may be `python:module:attribute`.
 
         Raises:
             UnknownNameError: nobody registered it; the message suggests the nearest name.
             PluginError: it cannot be imported or is not what it should be; names who registered it.
         """
+        if self.kind == "reward" and name.startswith(DOTTED):
+            value = load(name.removeprefix(DOTTED))
+            _check_kind(self.kind, value)
+            return value
         if name not in self._values:
             raise UnknownNameError(self.kind, name, self._values)
         try:

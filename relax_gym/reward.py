@@ -21,6 +21,7 @@ class Reward(Protocol):
     def __call__(self, trajectory: Trajectory, /) -> Score | Awaitable[Score]:
         """Score the episode; None (or NaN, or an exception) leaves it unscored.
 
-        A mapping holds several numbers: `key` of the `[[reward]]` section says which one counts, the others are logged.
+        A mapping holds several numbers: `key` of the `[[reward]]` section, or else the attribute `key` of the reward,
+        says which one counts; the others are logged.
         """
         ...

@@ -243,6 +243,7 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
             for turn in trajectory.turns
         ],
         "final_observation": trajectory.final_observation,
+        "info": trajectory.info,
     }
 
 

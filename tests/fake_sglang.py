@@ -27,6 +27,29 @@ def next_token(version: str, ids: list[int]) -> int:
     return (7 * ids[-1] + 3 * len(ids) + sum(map(ord, version))) % VOCABULARY
 
 
+def log_softmax(version: str, ids: list[int]) -> list[float]:
+    """Log-probs of what comes after these ids when they are read as a prompt."""
+    logits = np.array([(next_token(version, ids) + 11 * id) % VOCABULARY / 20 for id in range(VOCABULARY)])
+    found: list[float] = (logits - np.log(np.exp(logits).sum())).tolist()
+    return found
+
+
+def input_logprobs(version: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What a reply says of a prompt; of its first token, as it has nothing before it, None."""
+    start, ids, top_k = body["logprob_start_len"], body["input_ids"], body.get("top_logprobs_num", 0)
+    rows = [log_softmax(version, ids[:at]) for at in range(start + 1, len(ids))]
+    found: dict[str, Any] = {
+        "input_token_logprobs": [[None, ids[start], None]]
+        + [[row[id], id, None] for row, id in zip(rows, ids[start + 1 :], strict=True)]
+    }
+    if top_k:
+        best = [sorted(range(VOCABULARY), key=lambda id: -row[id])[:top_k] for row in rows]
+        found["input_top_logprobs"] = [None] + [
+            [[row[id], id, None] for id in ids] for row, ids in zip(rows, best, strict=True)
+        ]
+    return found
+
+
 @dataclass(eq=False)
 class Request:
     body: dict[str, Any]
@@ -74,6 +97,7 @@ class FakeSGLang:
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/{control}", self._control)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -130,16 +154,19 @@ class FakeSGLang:
         if isinstance(fault, int):
             return web.Response(status=fault, text="Internal Server Error")
         request = Request(body)
-        self.running[body["rid"]] = request
+        rid = body.get("rid") or f"server-{len(self.bodies)}"
+        self.running[rid] = request
         try:
             await self._run(request)
         finally:
-            del self.running[body["rid"]]
+            del self.running[rid]
             await self._tell()
         return web.json_response(_changed(self._reply(request), fault if isinstance(fault, dict) else {}))
 
     async def _run(self, request: Request) -> None:
         params = request.body["sampling_params"]
+        if request.asked == 0:
+            request.finish = {"type": "length", "length": 0}
         while request.finish is None:
             await asyncio.sleep(0)
             async with self.held:
@@ -163,7 +190,7 @@ class FakeSGLang:
     def _reply(self, request: Request) -> dict[str, Any]:
         prompt, ids = request.body["input_ids"], request.ids
         meta: dict[str, Any] = {
-            "id": request.body["rid"],
+            "id": request.body.get("rid"),
             "finish_reason": request.finish,
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
@@ -171,12 +198,21 @@ class FakeSGLang:
             "weight_version": self.weight_version,
             "output_token_logprobs": [[-0.01 * (id + 1), id, None] for id in ids],
         }
+        if request.body.get("logprob_start_len", -1) >= 0:
+            meta |= input_logprobs(self.weight_version, request.body)
         if self.spans:
             meta["weight_versions"] = _spans(request.versions)
         if request.body.get("return_routed_experts"):
             rows = np.array([[id, id + 1] for id in [*prompt, *ids][:-1]], dtype="<i4")
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         return {"text": "", "output_ids": ids, "meta_info": meta}
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        if self.tokenizer is None:
+            raise web.HTTPNotFound
+        body = await http.json()
+        ids = self.tokenizer.encode(body["prompt"], add_special_tokens=body["add_special_tokens"])
+        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": 1000})
 
     # Control ----------------------------------------------------------------------------------------------------------
 

@@ -187,18 +187,6 @@ def test_envs_refuse_bad_input(capsys, arguments: list[str], expected: str) -> N
     assert expected in out + err
 
 
-def test_rewards_list(capsys) -> None:
-    code, out, _ = run(capsys, "rewards", "list")
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[1:6]] == [
-        "env",
-        "exact_match",
-        "math",
-        "numeric",
-        "turn_penalty",
-    ]
-
-
 def test_plugins_list(capsys) -> None:
     code, out, _ = run(capsys, "plugins", "list")
     assert code == 0

@@ -1,4 +1,4 @@
-"""Built-in samplers and trackers."""
+"""Built-in samplers, teacher engines on servers, and trackers."""
 
 from relax_gym.hookspecs import hookimpl
 from relax_gym.registry import Component
@@ -16,6 +16,17 @@ def register_samplers() -> dict[str, Component]:
             factory="relax_gym_plugins.samplers.sglang.sampler:SGLangSampler",
             options="relax_gym_plugins.samplers.sglang.options:SGLangSamplerOptions",
         ),
+    }
+
+
+@hookimpl
+def register_teachers() -> dict[str, Component]:
+    """The teacher engine that is no part of a learner's process."""
+    return {
+        "sglang": Component(
+            factory="relax_gym_plugins.teachers.sglang:SGLangTeacher",
+            options="relax_gym_plugins.teachers.options:SGLangTeacherOptions",
+        )
     }
 
 

@@ -12,6 +12,7 @@ import typer
 
 from relax_gym.cli import envs as envs
 from relax_gym.cli import extend as extend
+from relax_gym.cli import rewards as rewards
 from relax_gym.cli import runs as runs
 from relax_gym.cli import scaffolds as scaffolds
 from relax_gym.cli.output import new_app
@@ -50,10 +51,10 @@ def build_app(*, tolerant: bool = False) -> typer.Typer:
     """
     app = new_app("Agentic reinforcement learning of language models, environment first.")
     app.callback()(_options)
-    for command in (runs.train, runs.evaluate, runs.view, runs.export, runs.doctor):
+    for command in (runs.train, runs.evaluate, runs.view, rewards.replay, runs.export, runs.doctor):
         app.command("eval" if command is runs.evaluate else None)(command)
     app.add_typer(envs.app, name="envs")
-    app.add_typer(extend.rewards, name="rewards")
+    app.add_typer(rewards.app, name="rewards")
     app.add_typer(extend.plugins_app, name="plugins")
     app.add_typer(scaffolds.app, name="init")
     try:

@@ -1,4 +1,4 @@
-"""`rewards list`, `plugins list | doctor`: what is installed."""
+"""`plugins list | doctor`: what is installed."""
 
 from __future__ import annotations
 
@@ -7,36 +7,14 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
 import typer
 
-from relax_gym.cli.output import documentation, new_app, print_table
+from relax_gym.cli.output import new_app, print_table
 from relax_gym.errors import PluginError
 
-rewards = new_app("Rewards.")
 plugins_app = new_app("Plugins.")
 CORE_PACKAGES = ("relax-gym", "gymnasium", "torch", "transformers", "pluggy", "pydantic")
 DISTRIBUTION = "relax-gym"
 REQUIREMENT_NAME = re.compile(r"[\w.-]+")
 EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)['"]""")
-
-
-@rewards.callback()
-def _rewards() -> None:
-    pass
-
-
-@rewards.command("list")
-def list_rewards() -> None:
-    """Every reward, what it is, and who brings it."""
-    from relax_gym.plugins import plugins
-
-    table = plugins().tables["reward"]
-    rows = []
-    for name in table.names():
-        try:
-            summary = documentation(table.get(name)).partition("\n")[0]
-        except PluginError as error:
-            summary = f"cannot be loaded: {error}"
-        rows.append((name, summary, table.source(name)))
-    print_table(("name", "what it is", "from"), rows)
 
 
 @plugins_app.command("list")

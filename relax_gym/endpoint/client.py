@@ -75,6 +75,7 @@ class EndpointConfig:
         retries: most tries after the first.
         backoff: the first wait; each is twice the one before, at most a minute, and then shortened by up to a half at
             random. A server's Retry-After comes first if it is longer.
+        command_line: whether messages call options as the command line does (`--key-env`) or as a config (`key_env`).
     """
 
     url: str
@@ -85,6 +86,11 @@ class EndpointConfig:
     retries: int = 8
     backoff: float = 0.5
     body: Mapping[str, Any] = field(default_factory=dict)
+    command_line: bool = True
+
+    def called(self, option: str) -> str:
+        """An option's name, for messages."""
+        return f"--{option.replace('_', '-')}" if self.command_line else option
 
 
 class Endpoint:
@@ -100,9 +106,9 @@ class Endpoint:
 
     def __init__(self, config: EndpointConfig, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self.config = config
-        self.url = base_url(config.url) + PATH
+        self.url = base_url(config.url, called=config.called) + PATH
         self.answered, self.failed_in_row = False, 0
-        self._key = _key(config.key_env)
+        self._key = _key(config)
         self._sleep = sleep
         self._random = random.Random()
         self._http: aiohttp.ClientSession | None = None
@@ -175,19 +181,21 @@ class Endpoint:
             raise _Passing(f"{self.url} answered 200, but {self._safe(str(error))}", 200) from error
 
     def _refused(self, status: int, text: str, headers: Mapping[str, str]) -> Exception:
-        said = self._safe(server_message(text))
+        said, called = self._safe(server_message(text)), self.config.called
         message = f"{self.url} answered {status}: {said}"
         if status >= 500 or status in PASSING:
             return _Passing(message, status, retry_after(headers.get("Retry-After")))
         if status in (400, 413, 422) and TOO_LONG.search(said):
-            return PromptTooLong(f"{message} (a smaller --max-tokens leaves more room)", status=status)
+            return PromptTooLong(f"{message} (a smaller {called('max_tokens')} leaves more room)", status=status)
         if 300 <= status < 400:
-            message += f" (moved to {headers.get('Location')}; give that address with --endpoint)"
+            message += f" (moved to {headers.get('Location')}; give that address with {called('endpoint')})"
         elif status in (401, 403):
             sent = f"the key in {self.config.key_env} was sent" if self._key else "no key was sent"
-            message += f" ({sent}; --key-env names the environment variable that holds it)"
+            message += f" ({sent}; {called('key_env')} names the environment variable that holds it)"
         elif status == 404:
-            message += f" (model {self.config.model!r}; --endpoint is what stands before {PATH}, most often …/v1)"
+            message += (
+                f" (model {self.config.model!r}; {called('endpoint')} is what stands before {PATH}, most often …/v1)"
+            )
         return EndpointError(message, status=status)
 
     def _failed(self, fault: _Passing, tries: int) -> EndpointError:
@@ -195,7 +203,7 @@ class Endpoint:
         config = self.config
         return EndpointError(
             f"{fault} (tried {tries} times, at most {config.retries + 1} within {config.deadline:g} s{asked}; "
-            "--retries and --deadline give more)",
+            f"{config.called('retries')} and {config.called('deadline')} give more)",
             status=fault.status,
         )
 
@@ -213,15 +221,15 @@ class Endpoint:
         )
 
 
-def base_url(url: str) -> str:
+def base_url(url: str, *, called: Callable[[str], str] = "--{}".format) -> str:
     """The URL without `/chat/completions` at its end. Raises ConfigError when it is no address, or holds a secret."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--endpoint {url!r} is no URL; give one like http://localhost:30000/v1")
+        raise ConfigError(f"{called('endpoint')} {url!r} is no URL; give one like http://localhost:30000/v1")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            f"--endpoint for {parts.hostname} holds a name, password or query; put the key into an environment "
-            "variable and name that with --key-env"
+            f"{called('endpoint')} for {parts.hostname} holds a name, password or query; put the key into an "
+            f"environment variable and name that with {called('key_env')}"
         )
     return url.rstrip("/").removesuffix(PATH)
 
@@ -255,12 +263,15 @@ def server_message(text: str) -> str:
     return text[:500]
 
 
-def _key(name: str | None) -> str | None:
+def _key(config: EndpointConfig) -> str | None:
+    name = config.key_env
     if name is None:
         return None
     key = os.environ.get(name, "").strip()
     if not key:
-        raise ConfigError(f"--key-env {name}: the environment variable is not set; set it to the key of the endpoint")
+        raise ConfigError(
+            f"{config.called('key_env')} {name}: the environment variable is not set; set it to the key of the endpoint"
+        )
     return key
 
 

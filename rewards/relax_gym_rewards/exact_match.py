@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relax_gym.types import Trajectory
-from relax_gym_rewards._episode import final_action, reference
+from relax_gym_rewards._answers import references
+from relax_gym_rewards._episode import final_action
 
 QUOTES = "\"'`*“”‘’"
 SENTENCE_END = ".,;:!?"
@@ -24,10 +25,9 @@ class ExactMatch:
     strip_punctuation: bool = True
 
     def __call__(self, trajectory: Trajectory, /) -> float:
-        expected = reference(trajectory, self.field)
-        allowed = expected if isinstance(expected, (list, tuple)) else [expected]
+        allowed = references(trajectory, self.field, "exact_match")
         given = self._normalise(final_action(trajectory))
-        return float(any(given == self._normalise(str(item)) for item in allowed))
+        return float(any(given == self._normalise(item) for item in allowed))
 
     def _normalise(self, text: str) -> str:
         text = " ".join(text.split())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from relax_gym.errors import RewardError
 from relax_gym.types import Trajectory
-from relax_gym_rewards._episode import final_action, reference
+from relax_gym_rewards._answers import answer_text, boxed, references, stated_answer
 
 if TYPE_CHECKING:
     from pebble import ProcessFuture, ProcessPool
@@ -38,40 +38,59 @@ class Verdict(StrEnum):
 
 
 class Math:
-    """1.0 when `math-verify` finds the last action equal to `info[field]` (LaTeX, fractions, sets …), else 0.0.
+    r"""1.0 when `math-verify` finds the last action equal to `info[field]` (LaTeX, fractions, sets …), else 0.0.
+
+    The answer is what stands in the last `<answer>` tag and there in the last `\boxed{}`, else the last formula or
+    number, never in the thinking. Several boxes may state a set. Of a list of references any will do.
 
     An answer that takes longer than `timeout` seconds to check, or crashes the checker, scores 0.0 and is counted in
     `metrics()`. The checks run in `workers` spawned processes, started by the first one; `close()` ends them, so does
     the end of the program. A script that uses this reward needs `if __name__ == "__main__":`, as for any process pool.
     """
 
+    name = "math"
+
     def __init__(self, *, field: str = "answer", timeout: float = 5.0, workers: int = 2) -> None:
         if not timeout > 0 or workers < 1:
-            raise RewardError(f"math: timeout is {timeout} and workers {workers}; they must be above 0 and at least 1")
+            raise RewardError(
+                f"{self.name}: timeout is {timeout} and workers {workers}; they must be above 0 and at least 1"
+            )
         missing = [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]
         if missing:
-            raise RewardError(f"math: {' and '.join(missing)} not installed; run: pip install 'relax-gym[envs]'")
+            raise RewardError(
+                f"{self.name}: {' and '.join(missing)} not installed; run: pip install 'relax-gym[rewards]'"
+            )
         self.field, self.timeout, self.workers = field, timeout, workers
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
         self._counts = {"timeouts": 0, "crashes": 0}
 
     async def __call__(self, trajectory: Trajectory, /) -> float:
+        allowed, given = references(trajectory, self.field, self.name), answer_text(trajectory)
+        verdict = Verdict.DIFFERENT
+        for expected in allowed:
+            verdict = await self.verdict(given, expected)
+            if verdict == Verdict.EQUAL:
+                break
+            if verdict == Verdict.BAD_REFERENCE:
+                raise RewardError(
+                    f"{self.name}: info[{self.field!r}] is {expected!r:.100}, which is no mathematical expression"
+                )
+        return float(verdict == Verdict.EQUAL)
+
+    async def verdict(self, given: str, expected: str) -> Verdict:
+        """What a worker finds; an answer that takes too long or crashes it is different, and counted."""
         from pebble import ProcessExpired
 
-        expected, given = str(reference(trajectory, self.field)), final_action(trajectory)
         try:
-            verdict = await asyncio.wrap_future(self._submit(given, expected))
+            return Verdict(await asyncio.wrap_future(self._submit(given, expected)))
         except TimeoutError:
-            return self._zero("timeouts")
+            return self._counted("timeouts")
         except ProcessExpired as death:
-            return self._zero("timeouts" if death.exitcode == -_ALARM else "crashes")
+            return self._counted("timeouts" if death.exitcode == -_ALARM else "crashes")
         except BrokenProcessPool as error:
             self.close()
-            raise RewardError(f"math: the checking processes cannot run: {error}") from error
-        if verdict == Verdict.BAD_REFERENCE:
-            raise RewardError(f"math: info[{self.field!r}] is {expected!r:.100}, which is no mathematical expression")
-        return float(verdict == Verdict.EQUAL)
+            raise RewardError(f"{self.name}: the checking processes cannot run: {error}") from error
 
     def metrics(self) -> Mapping[str, float]:
         """Answers that ran into the time limit and answers that crashed the checker, since the last call."""
@@ -96,10 +115,10 @@ class Math:
                 weakref.finalize(self, _stop, self._pool)
             return self._pool.schedule(check, args=(given, expected, self.timeout + GRACE), timeout=self.timeout)
 
-    def _zero(self, counter: str) -> float:
+    def _counted(self, counter: str) -> Verdict:
         with self._lock:
             self._counts[counter] += 1
-        return 0.0
+        return Verdict.DIFFERENT
 
 
 _ALARM = getattr(signal, "SIGALRM", 0)
@@ -121,7 +140,9 @@ def compare(given: str, expected: str) -> Verdict:
     """Whether two texts state the same mathematical object. No time limit of its own, and no signals."""
     from math_verify import parse, verify
 
-    if given.strip() == expected.strip():
+    given = stated_answer(given)
+    box = boxed(given)
+    if expected.strip() in (given.strip(), box):
         return Verdict.EQUAL
     delimited = any(mark in expected for mark in DELIMITERS)
     as_latex = not delimited and NOT_PLAIN.search(expected)
@@ -129,6 +150,8 @@ def compare(given: str, expected: str) -> Verdict:
     if not target or all(isinstance(item, str) for item in target):
         return Verdict.BAD_REFERENCE
     readings = [given]
+    if box:
+        readings.append(f"\\boxed{{{box}}}")  # math-verify reads several boxes as a set
     if len(given) <= SHORT and not any(mark in given for mark in DELIMITERS):
         readings.append(f"${given.strip()}$")  # a bare formula, without the signs that say so
     equal = any(verify(target, parse(text, parsing_timeout=None), timeout_seconds=None) for text in readings)

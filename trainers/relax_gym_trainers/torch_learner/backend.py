@@ -87,4 +87,4 @@ class TorchBackend:
 
     def merge(self, tally: Tally) -> Tally:
         """See `Backend.merge`."""
-        return tally
+        return tally.settle()

@@ -19,7 +19,7 @@ from relax_gym.credit import subtract_kl
 from relax_gym.teacher import Distillation
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner.distillation import Distiller, distill_advantages
-from relax_gym_trainers.torch_learner.scores import Found, GroupScores, joined, name_of
+from relax_gym_trainers.torch_learner.scores import Found, GroupScores, Values, joined, name_of
 from relax_gym_trainers.torch_learner.update import Part, Tally, reward_kl
 
 
@@ -152,21 +152,24 @@ class Objective:
     def _reference_logprobs(self, part: Part[Any], samples: Sequence[TrainingSample]) -> list[Tensor] | None:
         return _by_batch(part, self.reference.of(samples)) if self.algorithm.kl_coef else None
 
-    def _score(self, samples: Sequence[TrainingSample]) -> dict[TrainingSample, NDArray[Any]]:
+    def _score(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
+        return [self._score_group(group) for group in groups]
+
+    def _score_group(self, samples: Sequence[TrainingSample]) -> Values:
         part = self.part(samples, skip_flat=False)
-        found: dict[TrainingSample, NDArray[Any]] = {}
+        found: Values = {}
         for batch, scores in zip(part.micro_batches, self.backend.score_all(part), strict=True):
             values = np.split(scores.cpu().numpy(), np.cumsum(batch.token_counts))[:-1]
             found |= zip(batch.members, values, strict=True)
         return self.backend.exchange(found, samples)
 
-    def _score_as_reference(self, samples: Sequence[TrainingSample]) -> dict[TrainingSample, NDArray[Any]]:
-        with self.backend.as_reference():
-            return self._score(samples)
+    def _score_as_reference(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
+        with self.backend.as_reference():  # once for all: its weights may be far away
+            return self._score(groups)
 
-    def _ask_teachers(self, samples: Sequence[TrainingSample]) -> dict[TrainingSample, NDArray[Any]]:
+    def _ask_teachers(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
         assert self.distiller is not None
-        return dict(zip(samples, self.distiller.sampled(samples), strict=True))
+        return [dict(zip(group, self.distiller.sampled(group), strict=True)) for group in groups]
 
 
 def asked_for(algorithm: Algorithm, *, only: bool) -> list[str]:

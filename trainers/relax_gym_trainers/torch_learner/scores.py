@@ -12,8 +12,10 @@ from relax_gym.types import TrainingSample
 
 Name = tuple[str, int]
 Found = dict[Name, NDArray[Any]]
-Compute = Callable[[Sequence[TrainingSample]], dict[TrainingSample, NDArray[Any]]]
-"""Samples of one group → for each that has trained tokens an array [trained_tokens]."""
+Values = dict[TrainingSample, NDArray[Any]]
+"""For each sample that has trained tokens an array [trained_tokens]."""
+Compute = Callable[[Sequence[Sequence[TrainingSample]]], Sequence[Values]]
+"""The samples of some groups → the values of each group, which must not depend on the other groups."""
 
 
 class GroupScores:
@@ -27,13 +29,12 @@ class GroupScores:
 
     def of(self, samples: Sequence[TrainingSample]) -> Found:
         """By `name_of` of the sample, for whole groups; what is known already is not computed."""
-        found: Found = {}
-        for group in by_group(samples):
-            names = tuple(map(name_of, group))
-            if names not in self._known:
-                self._known[names] = {name_of(sample): values for sample, values in self._compute(group).items()}
-            found |= self._known[names]
-        return found
+        groups = {tuple(map(name_of, group)): group for group in by_group(samples)}
+        missing = [names for names in groups if names not in self._known]
+        computed = self._compute([groups[names] for names in missing]) if missing else []
+        for names, values in zip(missing, computed, strict=True):
+            self._known[names] = {name_of(sample): value for sample, value in values.items()}
+        return {name: value for names in groups for name, value in self._known[names].items()}
 
     def forget(self) -> None:
         """What was computed is not asked for again, or not valid any more."""

@@ -1,0 +1,171 @@
+"""Runs inside the sandbox, where nothing else of relax-gym can be read: its source is given to `python -c`."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import ctypes
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+READY, PASSED, FAILED, UNSUPPORTED = b"r", 90, 91, 92
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NOSUID = 442, -100, 0x8000, 3
+NOSUID_NODEV, DROP_BOUNDING, NO_NEW_PRIVILEGES = 6, 24, 38
+
+
+def enter(spec_fd: int) -> None:
+    """Close off the files, take all privileges away, and become the program of the spec (a JSON object)."""
+    with open(spec_fd, encoding="utf-8") as file:
+        spec = json.load(file)
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def must(result: int) -> None:
+        if result:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def read_only(path: bytes, flags: int) -> None:
+        attributes = (ctypes.c_uint64 * 4)(READ_ONLY_NOSUID, 0, 0, 0)
+        must(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path, flags, ctypes.byref(attributes), 32))
+
+    def empty(path: bytes, size: int) -> None:
+        must(libc.mount(b"tmpfs", path, b"tmpfs", NOSUID_NODEV, b"size=%d" % size))
+
+    read_only(b"/", AT_RECURSIVE)
+    empty(b"/proc", 4096)
+    empty(b"/dev/shm", 4096)
+    empty(b"/tmp", spec["disk"])
+    os.chdir("/tmp")
+    os.mkdir("given")
+    empty(b"/tmp/given", spec["given"])
+    for name, text in spec["files"].items():
+        with open(f"given/{name}", "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    read_only(b"/tmp/given", 0)
+    for name, value in spec["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+    for capability in range(64):
+        libc.prctl(DROP_BOUNDING, capability, 0, 0, 0)
+    must(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    os.write(spec["ready"], READY)
+    os.close(spec["ready"])
+    os.execve(
+        sys.executable, [sys.executable, "-I", "-B", *spec["arguments"]], {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    )
+
+
+def pack(value: Any) -> Any:
+    """Plain values as JSON that keeps their types. Raises TypeError for anything else, subclasses included."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind in (int, float, complex, bytes):
+        return [kind.__name__, value.hex() if kind in (bytes, float) else hex(value) if kind is int else repr(value)]
+    if kind in (list, tuple, set, frozenset):
+        return [kind.__name__, [pack(item) for item in value]]
+    if kind is dict:
+        return ["dict", [[pack(key), pack(item)] for key, item in value.items()]]
+    raise TypeError(f"{kind.__name__} cannot leave its process")
+
+
+def unpack(data: Any) -> Any:
+    """The inverse of `pack`; builds nothing but plain values."""
+    if data is None or type(data) in (bool, str):
+        return data
+    kind, value = data
+    if kind == "dict":
+        return {unpack(key): unpack(item) for key, item in value}
+    if kind in ("list", "tuple", "set", "frozenset"):
+        return getattr(builtins, kind)(unpack(item) for item in value)
+    makers = {"int": lambda t: int(t, 16), "float": float.fromhex, "bytes": bytes.fromhex, "complex": complex}
+    return makers[kind](value)
+
+
+def serve(fd: int) -> None:
+    """Run the program, then call its functions for the process that holds the tests."""
+    names: dict[str, Any] = {"__name__": "program"}
+    with open("/tmp/given/program.py", encoding="utf-8") as file:
+        source = file.read()
+    exec(compile(source, "program.py", "exec"), names)
+    with open(fd, "r+b", buffering=0) as channel:
+        for line in iter(channel.readline, b""):
+            name, arguments, keywords = unpack(json.loads(line))
+            try:
+                reply = ["value", names[name](*arguments, **keywords)]
+                out = json.dumps(pack(reply))
+            except Exception as error:
+                out = json.dumps(pack(["error", [type(error).__name__, str(error)[:1000]]]))
+            channel.write(out.encode() + b"\n")
+
+
+class Unsupported(BaseException):
+    """The test asks for something that cannot pass between the processes; no fault of the program."""
+
+
+class Gone(BaseException):
+    """The program has ended, or answers with what is no answer. A test that expects an Exception must not take it."""
+
+
+class Remote:
+    """A function of the program, seen from the tests. What it returns is plain, so that nothing of it runs here."""
+
+    def __init__(self, name: str, channel: Any) -> None:
+        self.__name__, self.__channel = name, channel
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unsupported
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            request = json.dumps(pack([self.__name__, list(arguments), keywords]))
+        except TypeError:
+            raise Unsupported from None
+        try:
+            self.__channel.write(request.encode() + b"\n")
+        except OSError:
+            raise Gone from None
+        try:
+            kind, value = unpack(json.loads(self.__channel.readline()))
+            if kind != "value":
+                error, text = map(str, value)
+        except Exception:
+            raise Gone from None
+        if kind == "value":
+            return value
+        known = getattr(builtins, error, None)
+        if not (isinstance(known, type) and issubclass(known, Exception)):
+            known = RuntimeError
+        try:
+            raised = known(text)
+        except TypeError:
+            raised = RuntimeError(text)
+        raise raised
+
+
+def judge(fd: int) -> int:
+    """Run the test, where names without a definition are functions of the program. The exit status is the verdict."""
+    with open("/tmp/given/test.py", encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    with open(fd, "r+b", buffering=0) as channel:
+        names: dict[str, Any] = {"__name__": "test"}
+        names |= {name: Remote(name, channel) for name in used if not hasattr(builtins, name)}
+        try:
+            exec(compile(tree, "test.py", "exec"), names)
+        except Unsupported:
+            return UNSUPPORTED
+        except (Exception, Gone):
+            return FAILED
+    return PASSED
+
+
+def main(mode: str, fd: int) -> None:
+    """What `-c` ends with."""
+    if mode == "enter":
+        enter(fd)
+    elif mode == "serve":
+        serve(fd)
+    else:
+        os._exit(judge(fd))

@@ -1,0 +1,140 @@
+"""Does the program in the last action pass its tests? Run where it can reach neither these nor anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from relax_gym.errors import RewardError
+from relax_gym.types import Trajectory
+from relax_gym_rewards._answers import answer_text, choice_option
+from relax_gym_rewards._episode import reference
+from relax_gym_rewards._sandbox import Limits, run, script
+from relax_gym_rewards._sandbox_child import PASSED, UNSUPPORTED
+
+BLOCK = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
+
+
+class Code:
+    """The share of `info[field]` that the program passes, or with `score = "all"` 1.0 only when it passes all of them.
+
+    The program is the last block between fences, or the whole text without one. A test is a mapping with `input` and
+    `output`, for a program that reads and prints, or a text with assertions that call functions of the program. The
+    text runs in a sandbox of its own; plain values (numbers, texts, lists, tuples, sets, mappings, None) and exceptions
+    pass between the two, so a program sees neither tests nor expected values and cannot write a verdict. A test that
+    passes anything else leaves the episode unscored.
+
+    Each test starts a new process without network, other processes, environment or files to write outside an empty
+    folder; `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
+    `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails.
+    `python` runs the programs, by default the one that runs relax-gym. Needs Linux with user namespaces; where they are
+    refused, the episode is unscored.
+    """
+
+    def __init__(
+        self,
+        *,
+        field: str = "tests",
+        files_field: str = "files",
+        score: str = "fraction",
+        seconds: float = 5.0,
+        memory: int = 512,
+        disk: int = 16,
+        processes: int = 16,
+        workers: int = 2,
+        python: str = "",
+    ) -> None:
+        choice_option("code", "score", score, ("fraction", "all"))
+        numbers = {"seconds": seconds, "memory": memory, "disk": disk, "processes": processes, "workers": workers}
+        for name, value in numbers.items():
+            if not value > 0:
+                raise RewardError(f"code: {name} is {value}; it must be above 0")
+        self.field, self.files_field, self.score, self.workers = field, files_field, score, workers
+        self.python = python or sys.executable
+        self.limits = Limits(seconds=seconds, memory=memory, disk=disk, processes=processes)
+        self._slots: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+    async def __call__(self, trajectory: Trajectory, /) -> float:
+        tests = reference(trajectory, self.field)
+        if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
+            raise RewardError(
+                f"code: info[{self.field!r}] is {tests!r:.100}; it must be a list of texts with assertions and of "
+                "mappings with the texts input and output"
+            )
+        files = trajectory.info.get(self.files_field) or {}
+        if not isinstance(files, Mapping) or not all(_is_file(*item) for item in files.items()):
+            raise RewardError(
+                f"code: info[{self.files_field!r}] is {files!r:.100}; it must be a mapping of names to texts; no name "
+                "has a slash or is program.py"
+            )
+        text = answer_text(trajectory)
+        blocks = BLOCK.findall(text)
+        given = {**files, "program.py": blocks[-1] if blocks else text}
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.workers))
+        passed = 0
+        for test in tests:
+            async with slots:
+                passed += await (self._asserts(given, test) if isinstance(test, str) else self._prints(given, test))
+        return passed / len(tests) if self.score == "fraction" else float(passed == len(tests))
+
+    async def _prints(self, given: Mapping[str, str], test: Mapping[str, str]) -> bool:
+        arguments = ["/tmp/given/program.py"]
+        done = await run(self.python, arguments, files=given, limits=self.limits, stdin=test["input"])
+        return done.status == 0 and _lines(done.output) == _lines(test["output"])
+
+    async def _asserts(self, given: Mapping[str, str], test: str) -> bool:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            program = asyncio.ensure_future(
+                run(
+                    self.python,
+                    ["-c", script("serve", theirs.fileno())],
+                    files=given,
+                    limits=self.limits,
+                    channel=theirs.fileno(),
+                )
+            )
+            program.add_done_callback(lambda _: _hang_up(theirs))
+            try:
+                verdict = await run(
+                    self.python,
+                    ["-c", script("judge", ours.fileno())],
+                    files={"test.py": test},
+                    limits=self.limits,
+                    channel=ours.fileno(),
+                )
+            finally:
+                program.cancel()
+                await asyncio.wait({program})
+        if not program.cancelled():
+            program.result()  # a sandbox that cannot be made is no fault of the program
+        if verdict.status == UNSUPPORTED:
+            raise RewardError(f"code: a test passes or uses more than functions and plain values: {test!r:.200}")
+        if verdict.status == 1:
+            raise RewardError(f"code: a test is no Python: {test!r:.200}")
+        return verdict.status == PASSED
+
+
+def _is_test(test: Any) -> bool:
+    if isinstance(test, Mapping):
+        return all(isinstance(test.get(key), str) for key in ("input", "output"))
+    return isinstance(test, str)
+
+
+def _is_file(name: Any, text: Any) -> bool:
+    return isinstance(name, str) and isinstance(text, str) and "/" not in name and name not in ("", "program.py")
+
+
+def _hang_up(end: socket.socket) -> None:
+    if end.fileno() >= 0:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _lines(text: str) -> list[str]:
+    """Without the white space at the ends of lines, and of the text, which no judge of programs looks at."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
