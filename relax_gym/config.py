@@ -121,9 +121,7 @@ class RewardConfig(Section):
 class ChatConfig(Section):
     """`[chat]`: how messages become token ids."""
 
-    template: str | None = Field(
-        None, description="a Jinja chat template (or a path to one) instead of the tokenizer's"
-    )
+    template: str | None = Field(None, description="a Jinja chat template, or a path to one; default: the tokenizer's")
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     strip_thinking: bool = Field(True, description="hide <think>…</think> from the environment")
     tool_role: Literal["tool", "user"] = Field("tool", description="role that tool results are rendered with")
