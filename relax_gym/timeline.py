@@ -1,8 +1,8 @@
 """`timeline.json` of a run folder: what learner and episodes did when, in Chrome's trace event format.
 
 Perfetto (ui.perfetto.dev) and chrome://tracing open it. Events are lines of a JSON array and written whole lines at a
-time, so that a run that is killed leaves a file that lacks no more than its closing bracket, which readers do without.
-Times are those of the event loop, in microseconds since the run began.
+time, so that a run that is killed leaves a file that lacks its closing bracket, which the format's readers do without.
+Times are those of the event loop, in microseconds since the run began or was resumed.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import heapq
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 log = logging.getLogger("relax_gym")
-TIMELINE_FILE, BEFORE_FILE = "timeline.json", "timeline-before.json"
+TIMELINE_FILE = "timeline.json"
 LEARNER, EPISODES = 1, 2
 PROCESSES = {LEARNER: "learner", EPISODES: "episodes"}
 BUFFERED = 256
@@ -37,12 +38,13 @@ def now() -> float:
 class Timeline:
     """Writes the timeline of one run; the run's other tasks are started while it is entered.
 
-    Of `max_mib` MiB the newest half is always kept: a file that has half of it, or is of a run that is now resumed,
-    becomes `timeline-before.json`. With 0 nothing is written. A file that cannot be written is given up with a warning.
+    A file that has half of `max_mib` MiB, or is of a run that is now resumed, becomes `timeline-<number>.json`; the
+    oldest of those are removed once they have more than the other half. With 0 nothing is written. A file that cannot
+    be written is given up with a warning.
     """
 
     def __init__(self, folder: Path, max_mib: float) -> None:
-        self._path, self._before = folder / TIMELINE_FILE, folder / BEFORE_FILE
+        self._path = folder / TIMELINE_FILE
         self._limit = max_mib * 2**20 / 2
         self._lines: list[str] = []
         self._named: set[tuple[int, int]] = set()
@@ -56,7 +58,9 @@ class Timeline:
         self._origin = now()
         if self._limit:
             self._token = current.set(self)
-            self._begin_file()
+            with self._giving_up():
+                self._begin_file()
+            self.flush()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -96,20 +100,29 @@ class Timeline:
         """Write what there is, whole lines in one go."""
         lines, self._lines = self._lines, []
         content = "".join(f"{',' if self._size + at else '['}\n{line}" for at, line in enumerate(lines)) + end
-        try:
+        with self._giving_up():
             with self._path.open("ab") as file:
                 self._size += file.write(content.encode())
             if not end and self._size > self._limit:
                 with self._path.open("ab") as file:
                     file.write(b"\n]\n")
                 self._begin_file()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             log.warning("cannot write %s, which ends here: %s", self._path, error)
             self._limit = 0
 
     def _begin_file(self) -> None:
         if self._path.exists():
-            os.replace(self._path, self._before)
+            *_, newest = (0, *map(_number, earlier_timelines(self._path.parent)))
+            os.replace(self._path, self._path.with_name(f"timeline-{newest + 1}.json"))
+        earlier = earlier_timelines(self._path.parent)
+        while len(earlier) > 1 and sum(path.stat().st_size for path in earlier) > self._limit:
+            earlier.pop(0).unlink()
         self._size = 0
         self._named.clear()
         for process, title in PROCESSES.items():
@@ -188,8 +201,20 @@ def count(name: str, **values: float) -> None:
         timeline.count(name, values)
 
 
+def earlier_timelines(folder: Path) -> list[Path]:
+    """What was the timeline of a run folder before `timeline.json`, oldest first."""
+    return sorted((path for path in folder.glob("timeline-*.json") if _number(path)), key=_number)
+
+
+def _number(path: Path) -> int:
+    found = re.fullmatch(r"timeline-(\d+)", path.stem)
+    return int(found[1]) if found else 0
+
+
 def read_timeline(path: Path) -> list[Event]:
-    """The events of a timeline, also of one that a killed run has left."""
-    text = path.read_text().strip().removesuffix("]").strip()
-    events: list[Event] = json.loads(f"{text}]") if text else []
+    """The events of a timeline. One that a killed run has left lacks its end, and may have half a line there."""
+    lines = [line.removesuffix(",") for line in path.read_text(errors="replace").splitlines() if line.startswith("{")]
+    events: list[Event] = [json.loads(line) for line in lines[:-1]]
+    with suppress(ValueError):
+        events += [json.loads(line) for line in lines[-1:]]
     return events

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import signal
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,18 @@ from train_cases import half_a, run, trainer
 from relax_gym.errors import TrainingError
 from relax_gym.run_folder import read_lines
 from relax_gym.testing import RecordingLearner
-from relax_gym.timeline import EPISODES, LEARNER, Event, Timeline, count, learner_span, now, read_timeline, span
+from relax_gym.timeline import (
+    EPISODES,
+    LEARNER,
+    Event,
+    Timeline,
+    count,
+    earlier_timelines,
+    learner_span,
+    now,
+    read_timeline,
+    span,
+)
 from relax_gym.types import Batch, Metrics
 
 LAPS = ("rollout_wait", "train", "publish")
@@ -40,6 +53,33 @@ def check_nesting(events: list[Event]) -> None:
             open_ends.append(end)
 
 
+def check_trace(path: Path) -> list[Event]:
+    """The events of a file that keeps to the rules of Chrome's trace event format, and to those of Perfetto."""
+    assert path.read_text().startswith("[\n{")
+    events = read_timeline(path)
+    named = {(event["name"], event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert event.keys() <= {"name", "ph", "ts", "dur", "pid", "tid", "args"}
+        assert ("process_name", event["pid"], 0) in named
+        match event["ph"]:
+            case "X":  # what was begun and has ended
+                assert isinstance(event["ts"], int) and event["ts"] >= 0
+                assert isinstance(event["dur"], int) and event["dur"] >= 0
+                assert ("thread_name", event["pid"], event["tid"]) in named
+            case "C":
+                assert event["ts"] >= 0
+                assert all(isinstance(value, int | float) for value in event["args"].values())
+            case "M":
+                assert event["name"] in ("process_name", "thread_name")
+                assert isinstance(event["args"]["name"], str)
+            case other:
+                raise AssertionError(f"no event has phase {other!r}")
+    check_nesting(events)
+    return events
+
+
 @pytest.fixture
 def sections() -> dict[str, Any]:
     return {"train": {"steps": 4, "max_staleness": 1}, "eval": {"episodes": 2}, "checkpoint": {"every": 2}}
@@ -49,8 +89,7 @@ def test_the_spans_of_a_run_are_nested_and_add_up_to_its_metrics(tmp_path: Path,
     run(trainer(tmp_path, half_a, delay=3, **sections))
     path = tmp_path / "run" / "timeline.json"
     events = json.loads(path.read_text())  # whole, bracket and all
-    assert events == read_timeline(path)
-    check_nesting(events)
+    assert events == check_trace(path)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["step"]]
     learner = spans(events, LEARNER)
     steps = [event for event in learner if event["name"] == "step"]
@@ -99,10 +138,48 @@ def test_a_run_that_goes_on_keeps_the_timeline_of_before(tmp_path: Path) -> None
     with pytest.raises(BaseExceptionGroup):
         run(trainer(tmp_path, half_a, Fails(), **sections))
     run(trainer(tmp_path, half_a, resume=True, **sections))
-    for name, number in (("timeline-before.json", 1), ("timeline.json", 2)):
-        learner = spans(read_timeline(tmp_path / "run" / name), LEARNER)
+    for name, number in (("timeline-1.json", 1), ("timeline.json", 2)):
+        learner = spans(check_trace(tmp_path / "run" / name), LEARNER)
         trained = [event["args"]["number"] for event in learner if event["name"] == "step"]
         assert number in trained
+
+
+def test_each_resume_begins_a_timeline_and_harms_none(tmp_path: Path) -> None:
+    for steps in (1, 2, 3):
+        run(trainer(tmp_path, half_a, resume=steps > 1, train={"steps": steps}))
+    files = [*earlier_timelines(tmp_path / "run"), tmp_path / "run" / "timeline.json"]
+    assert [path.name for path in files] == ["timeline-1.json", "timeline-2.json", "timeline.json"]
+    for number, path in enumerate(files, start=1):
+        assert json.loads(path.read_text())
+        learner = spans(check_trace(path), LEARNER)
+        assert [event["args"]["number"] for event in learner if event["name"] == "step"] == [number]
+
+
+def test_what_kill_9_leaves_is_a_trace(tmp_path: Path) -> None:
+    path, seen = tmp_path / "run" / "timeline.json", 0
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            run(trainer(tmp_path, half_a, resume=(tmp_path / "run" / "config.toml").exists(), train={"steps": 10**6}))
+            os._exit(0)
+        while not (path.exists() and path.stat().st_size > 2000) or path.stat().st_ino == seen:
+            os.sched_yield()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        seen = path.stat().st_ino
+        assert spans(check_trace(path), EPISODES)
+    assert len([check_trace(path) for path in earlier_timelines(tmp_path / "run")]) == 4
+
+
+def test_a_trace_may_end_anywhere(tmp_path: Path) -> None:
+    run(trainer(tmp_path, half_a))
+    path = tmp_path / "run" / "timeline.json"
+    whole, content = read_timeline(path), path.read_bytes()
+    for length in (*range(0, 300, 3), *range(len(content) - 300, len(content))):
+        path.write_bytes(content[:length])
+        events = read_timeline(path)
+        assert events == whole[: len(events)]
+        assert len(events) >= content[:length].count(b"\n{") - 1
 
 
 def test_no_timeline_where_none_is_wanted(tmp_path: Path) -> None:
@@ -118,7 +195,8 @@ def test_the_size_is_bounded_and_the_newest_half_kept(tmp_path: Path) -> None:
                     await asyncio.sleep(0)
 
     asyncio.run(write())
-    files = [tmp_path / "timeline-before.json", tmp_path / "timeline.json"]
+    files = [*earlier_timelines(tmp_path), tmp_path / "timeline.json"]
+    assert len(files) == 2
     assert sum(file.stat().st_size for file in files) < 0.02 * 2**20 + 1000
     numbers = [event["args"]["number"] for file in files for event in spans(json.loads(file.read_text()), LEARNER)]
     assert numbers == list(range(numbers[0], 1000))
