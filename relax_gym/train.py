@@ -29,6 +29,7 @@ from relax_gym.producer import Producer
 from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
+from relax_gym.run_lock import run_lock
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import Supervisor
 from relax_gym.timeline import Timeline, count, learner_span
@@ -58,7 +59,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     """
     check_secrets(config)
     folder = RunFolder(config, resume=resume)
-    with _log_file(folder.path / "run.log"):
+    with run_lock(folder.path), _log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
         with closed_on_failure() as built:
             parts = build_parts(config, start_step=start_step)
