@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from relax_gym.config_faults import explain_fault
 from relax_gym.errors import ConfigError, RelaxGymError
 from relax_gym.overrides import apply_override
-from relax_gym.supervision_config import SupervisionConfig
+from relax_gym.supervision_config import SupervisionConfig, TimelineConfig
 
 if TYPE_CHECKING:
     from relax_gym.algorithm import Algorithm
@@ -121,9 +121,7 @@ class RewardConfig(Section):
 class ChatConfig(Section):
     """`[chat]`: how messages become token ids."""
 
-    template: str | None = Field(
-        None, description="a Jinja chat template (or a path to one) instead of the tokenizer's"
-    )
+    template: str | None = Field(None, description="a Jinja chat template, or a path to one; default: the tokenizer's")
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     strip_thinking: bool = Field(True, description="hide <think>…</think> from the environment")
     tool_role: Literal["tool", "user"] = Field("tool", description="role that tool results are rendered with")
@@ -261,6 +259,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    timeline: TimelineConfig = TimelineConfig()
     trackers: tuple[PluginSection, ...] = (PluginSection(name="tensorboard"),)
     warmup: WarmupConfig | None = None
 

@@ -12,11 +12,13 @@ from pathlib import Path
 from relax_gym.build import Parts
 from relax_gym.credit import drop_reason
 from relax_gym.kept_groups import KeptGroups, newest_version
+from relax_gym.meters import RolloutMeter
 from relax_gym.play import Episode, Player, close_sessions
 from relax_gym.rollout_queue import LATE, RolloutQueue
 from relax_gym.run_folder import RunFolder
 from relax_gym.sampler import Session
 from relax_gym.tasks import derive_seed
+from relax_gym.timeline import count
 from relax_gym.types import Group, Trajectory
 
 SLOTS_FILE = "slots.json"
@@ -64,6 +66,7 @@ class Producer:
             on_late=self._abort,
         )
         self.kept = KeptGroups(folder.path, enabled=self._config.max_staleness > 0)
+        self.meter = RolloutMeter()
         self._resumed: dict[int, Group] = {}
         self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -83,7 +86,13 @@ class Producer:
             while (slot := await self.queue.admit()) is not None:
                 playing = groups.create_task(self._fill(slot, self._player.open_sessions(self._config.group_size)))
                 self._playing[slot] = playing
+                self.meter.group_begins()
+                self.count()
                 playing.add_done_callback(partial(self._ended, slot))
+
+    def count(self) -> None:
+        """Say in the timeline how many groups there are."""
+        count("groups", **{"in flight": self.queue.in_flight, "waiting": self.queue.queued})
 
     def slots_file(self, steps: int) -> dict[str, str]:
         """Name and content of what a checkpoint after so many steps says of slots begun and not trained on."""
@@ -190,6 +199,8 @@ class Producer:
             self._aborted.add(playing)
 
     def _ended(self, slot: int, playing: asyncio.Task[None]) -> None:
+        self.meter.group_ends()
+        self.count()
         self._aborted.discard(playing)
         if self._playing.get(slot) is playing:
             del self._playing[slot]

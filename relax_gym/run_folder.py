@@ -29,7 +29,7 @@ from relax_gym.redaction import mask_text, masked
 from relax_gym.types import Group, Trajectory
 
 log = logging.getLogger("relax_gym")
-MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "trackers"}
+MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "timeline", "trackers"}
 PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
 UNFINISHED = ".unfinished-"
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits

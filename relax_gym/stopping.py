@@ -1,4 +1,8 @@
-"""SIGTERM and SIGINT: the first lets a run save what it has and end, a second ends the process at once."""
+"""SIGTERM and SIGINT: the first lets a run save what it has and end, a second ends the process at once.
+
+Not so in a process that a launcher has started: the scheduler and the launcher may both say SIGTERM, and the launcher
+kills what does not end.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
+
+from relax_gym.launch import launched_rank
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -38,6 +44,8 @@ class Stopping:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """During the block, signals ask. Only in the main thread; others get none. What is ignored stays so."""
+        # signal.SIG_DFL needs no event loop that goes on, nor Python
+        second = signal.SIG_DFL if launched_rank() is None else signal.SIG_IGN
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -47,7 +55,7 @@ class Stopping:
 
         def hear(number: int, frame: FrameType | None) -> None:
             for known in heard:
-                signal.signal(known, signal.SIG_DFL)  # the second needs no event loop that goes on, nor Python
+                signal.signal(known, second)
             loop.call_soon_threadsafe(self.ask, number)
 
         for number in heard:

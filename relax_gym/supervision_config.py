@@ -1,4 +1,4 @@
-"""`[supervision]`: how long a run waits."""
+"""`[supervision]` and `[timeline]`: how long a run waits, and how much it says of its times."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ class SupervisionConfig(BaseModel):
     checkpoint: float = Field(3600, gt=0, description="the writing of a checkpoint")
     close: float = Field(120, gt=0, description="the end of each part, once the run has failed or is over")
     loop: float = Field(600, gt=0, description="a blocking call in the event loop")
+
+
+class TimelineConfig(BaseModel):
+    """`[timeline]`: `timeline.json` of the run folder, which Perfetto opens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_mib: float = Field(64.0, ge=0, description="of timelines that are kept, the newest half at least; 0: none")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -23,14 +22,17 @@ from relax_gym.curve import draw_curve
 from relax_gym.errors import Stopped, TrainingError, first_cause
 from relax_gym.evaluate import evaluate
 from relax_gym.learner import Learner
-from relax_gym.metrics import episode_metrics, merged, staleness_metrics
+from relax_gym.meters import StepClock
+from relax_gym.metrics import consumed_shares, episode_metrics, merged, staleness_metrics
 from relax_gym.plugins import plugins
 from relax_gym.producer import Producer
 from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
+from relax_gym.run_lock import run_lock
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import Supervisor
+from relax_gym.timeline import Timeline, count, learner_span
 from relax_gym.types import Batch, Group, Metrics, Trajectory
 from relax_gym.warmup import demonstrations
 from relax_gym.workers import Streamed, Worker
@@ -57,7 +59,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     """
     check_secrets(config)
     folder = RunFolder(config, resume=resume)
-    with _log_file(folder.path / "run.log"):
+    with run_lock(folder.path), _log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
         with closed_on_failure() as built:
             parts = build_parts(config, start_step=start_step)
@@ -115,6 +117,7 @@ class Trainer:
         async with Cleanup() as cleanup:
             cleanup.enter_context(self._stopping.listening())
             await cleanup.enter_async_context(self._supervisor)
+            cleanup.enter_context(Timeline(self._folder.path, self._config.timeline.max_mib))
             cleanup.add(self._folder.close)
             try:
                 await self._stopping.unless_asked(self._start_up(cleanup))
@@ -179,6 +182,8 @@ class Trainer:
     def _episode_ended(self, step: int, evaluation: bool, trajectory: Trajectory) -> None:
         if trajectory.error is not None:
             self._last_error = trajectory.error.message
+        if not evaluation:
+            self._producer.meter.episode(trajectory)
         self._hook.on_episode_end(step=step, trajectory=trajectory, evaluation=evaluation)
 
     async def _warm_up(self) -> None:
@@ -198,27 +203,32 @@ class Trainer:
             version = self._version_at(self._learner.version)
             updating = self._parts.sampler.update_weights(weights, version)
             await self._supervisor.wait(f"the publication of version {version}", "publish", updating)
+        count("version", sampler=version)
 
     def _version_at(self, steps: int) -> int:
         """The policy version after so many steps: the last one that was published by then."""
         return steps // self._config.train.update_every
 
-    async def _collect(self, step: int) -> list[Group]:
+    async def _collect(self, step: int, clock: StepClock) -> list[Group]:
         """The groups of a step. While it waits for the last ones, the learner prepares those that are there."""
         seen: set[int] = set()
         while (group := await self._queue.next_finished(seen)) is not None:
             seen.add(group.slot)
             preparing = self._thread.call(self._prepare, group)
-            await self._supervisor.wait(f"the learner, to prepare group {group.group_id}", "learner", preparing)
-        return await self._queue.get(step)
+            with clock.part("prepare"):
+                await self._supervisor.wait(f"the learner, to prepare group {group.group_id}", "learner", preparing)
+        groups = await self._queue.get(step)
+        self._producer.count()
+        return groups
 
     def _prepare(self, group: Group) -> None:
         self._learner.prepare(group_samples(group, self._parts.algorithms))
 
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
-        clock = _Clock()
-        waiting = self._supervisor.wait(f"the groups of step {step + 1}", "rollout", self._collect(step))
+        clock = StepClock()
+        self._producer.meter.step_begins()
+        waiting = self._supervisor.wait(f"the groups of step {step + 1}", "rollout", self._collect(step, clock))
         leave = step % self._config.train.update_every == 0  # else its checkpoint would be of weights never published
         played = await (self._stopping.unless_asked(waiting) if leave else waiting)
         groups = self._filter_batch(step + 1, played)
@@ -246,8 +256,10 @@ class Trainer:
             **staleness_metrics(samples, batch.version),
             **{f"learner/{key}": value for key, value in learner.items()},
             **{f"queue/dropped_{reason}": count for reason, count in dropped.items()},
+            **consumed_shares(groups, [env.id for env in self._config.env]),
             "queue/empty_slots": self._config.train.groups_per_step - len(groups),
             **clock.metrics(batch.trained_tokens),
+            **self._producer.meter.metrics(),
         }
         await self._finish_step(step + 1, metrics)
 
@@ -272,7 +284,7 @@ class Trainer:
 
     async def _step_or_stop(self, step: int) -> None:
         """The step after `step` others; Stopped where the run is to end after it, or instead of it."""
-        with suppress(LeftUndone):
+        with suppress(LeftUndone), learner_span("step", number=step + 1):
             await self._step(step)
         at_version = self._done % self._config.train.update_every == 0
         if not self._stopping.asked or not at_version or self._done == self._config.train.steps:
@@ -314,7 +326,8 @@ class Trainer:
         ended = partial(self._episode_ended, step, True)
         greedy = self._config.eval.greedy
         playing = evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
-        result = await self._supervisor.wait("the episodes of an evaluation", "rollout", playing)
+        with learner_span("evaluate"):
+            result = await self._supervisor.wait("the episodes of an evaluation", "rollout", playing)
         self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
         self._player.reward_metrics()
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
@@ -340,7 +353,8 @@ class Trainer:
 
     async def _call_checkpoint(self, part: Callable[[], tuple[int, Path] | None]) -> None:
         """Call a part of the writing of a checkpoint in the learner's thread; say so when one is whole after it."""
-        written = await self._supervisor.wait("a checkpoint", "checkpoint", self._thread.call(part))
+        with learner_span("checkpoint"):
+            written = await self._supervisor.wait("a checkpoint", "checkpoint", self._thread.call(part))
         if written is not None:
             step, folder = written
             self._producer.kept.saved(step)
@@ -357,22 +371,6 @@ class Trainer:
             "queue": {**asdict(account), "dropped": dict(account.dropped)},
             "last_error": self._last_error or None,
         }
-
-
-class _Clock:
-    """Seconds between laps."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._laps: Metrics = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self._laps[f"time/{name}"], self._last = now - self._last, now
-
-    def metrics(self, tokens: int) -> Metrics:
-        total = self._last - self._start
-        return {**self._laps, "time/step": total, "perf/tokens_per_second": tokens / total if total else 0.0}
 
 
 @contextmanager

@@ -136,7 +136,8 @@ class Trajectory:
     """One finished episode. `rewards` maps reward name to its weighted score; None in it means it could not score.
 
     `reward_failures` says why, for each name that is None in `rewards`. `reward_parts` are the other numbers of rewards
-    that return a mapping, as `name/key`; they are logged and do not count.
+    that return a mapping, as `name/key`; they are logged and do not count. `seconds` is how long the episode took until
+    its env was closed.
     """
 
     task: Task
@@ -149,6 +150,7 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     error: EpisodeError | None = None
+    seconds: float = 0.0
 
     @property
     def env_return(self) -> float:

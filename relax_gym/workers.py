@@ -13,9 +13,12 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 log = logging.getLogger("relax_gym")
+in_threads: WeakSet[asyncio.Future[Any]] = WeakSet()
+"""The calls of workers that somebody waits for: a loop whose time is simulated must not jump while they work."""
 CLOSED = "asked for more than there was time for: the items are closed"
 
 
@@ -50,6 +53,7 @@ class Worker:
         """Run `function(*args)` here. Raises WorkerTimeout when it takes longer; the thread then is still busy."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        in_threads.add(future)
         self._jobs.put(functools.partial(_run, functools.partial(function, *args), loop, future))
         return await within(timeout, future)
 

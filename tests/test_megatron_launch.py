@@ -23,6 +23,7 @@ from test_megatron_ranks import gone
 
 from relax_gym.config import parse_config
 from relax_gym.errors import ConfigError, TrainingError
+from relax_gym.run_folder import list_checkpoints
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.ranks import Ranks
@@ -75,8 +76,11 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def torchrun(path: Path, where: Sequence[str] = ("--standalone", "--nproc-per-node=2")) -> Iterator[Popen]:
-    command = [sys.executable, "-m", "torch.distributed.run", *where, "-m", "relax_gym", "train", str(path)]
+def torchrun(
+    path: Path, where: Sequence[str] = ("--standalone", "--nproc-per-node=2"), program: Sequence[str] = ()
+) -> Iterator[Popen]:
+    started = program or ["-m", "relax_gym", "train", str(path)]
+    command = [sys.executable, "-m", "torch.distributed.run", *where, *started]
     with subprocess.Popen(
         command, env=environment(), cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -139,6 +143,32 @@ def test_no_rank_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)
         assert gone(ranks[1], 10)
+
+
+KEEP_CODE = """#!/bin/sh
+trap : TERM
+"{python}" -m relax_gym train "{config}"
+echo "rank $RANK ends with $?"
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_for_all_ranks_lets_the_first_save(tmp_path: Path) -> None:
+    """From torchrun, and before that from a scheduler, which sends it to all there are."""
+    script = tmp_path / "rank.sh"
+    script.write_text(KEEP_CODE.format(python=sys.executable, config=config(tmp_path, steps=1000)))
+    script.chmod(0o755)
+    with torchrun(script, program=["--no-python", str(script)]) as process:
+        wait_for_steps(tmp_path, process)
+        for shell in children(process.pid):
+            os.killpg(shell, signal.SIGTERM)
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert "rank 0 ends with 143" in output, output
+    assert "rank 1 ends with 0" in output, output
+    steps = metrics(tmp_path)[-1]["step"]
+    assert f"stopped by SIGTERM after step {steps}, which is saved" in output
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [steps]
 
 
 @pytest.mark.long

@@ -6,6 +6,8 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from train_cases import half_a, trainer
 
 import relax_gym
 from relax_gym.config import load_config
-from relax_gym.errors import Stopped
+from relax_gym.errors import RunFolderError, Stopped
 from relax_gym.run_folder import list_checkpoints, read_lines
 from relax_gym.testing import RecordingLearner
 from relax_gym.train import train
@@ -155,12 +157,12 @@ def long_run(folder: Path, *, resume: bool, max_staleness: int) -> None:
     go_on(trainer(folder, half_a, Sums(), resume=resume, **sections))
 
 
-def child_of(folder: Path, *, resume: bool, max_staleness: int) -> int:
-    """Train in a process of its own."""
+def child_of(folder: Path, training: Callable[..., None]) -> int:
+    """Train in a process of its own, from the start or, if it had begun, on."""
     pid = os.fork()
     if pid == 0:
         try:
-            long_run(folder, resume=resume, max_staleness=max_staleness)
+            training(folder, resume=(folder / "run" / "config.toml").exists())
             os._exit(0)
         except BaseException:
             import traceback
@@ -168,6 +170,12 @@ def child_of(folder: Path, *, resume: bool, max_staleness: int) -> int:
             (folder / "error.txt").write_text(traceback.format_exc())
             os._exit(1)
     return pid
+
+
+def small_run(folder: Path, *, resume: bool) -> None:
+    """On a real model, with the torch learner and the local sampler."""
+    changes = [*TWO_ENVS, "train.steps=40", "eval.every=0", "checkpoint.keep=2", "trackers=[]"]
+    train(load_config(EXAMPLE, [f"run_dir={folder / 'run'}", *changes]), resume=resume)
 
 
 def consistent(run: Path) -> None:
@@ -193,7 +201,8 @@ def facts(run: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(tmp_path: Path, max_staleness: int) -> None:
-    pid = child_of(tmp_path, resume=False, max_staleness=max_staleness)
+    training = partial(long_run, max_staleness=max_staleness)
+    pid = child_of(tmp_path, training)
     moments, kills, ended = random.Random(0), 0, None
     while ended is None:
         if kills < KILLS[max_staleness]:
@@ -203,8 +212,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(tmp_path
         if os.WIFSIGNALED(code):
             kills += 1
             consistent(tmp_path / "run")
-            begun = (tmp_path / "run" / "config.toml").exists()
-            pid = child_of(tmp_path, resume=begun, max_staleness=max_staleness)
+            pid = child_of(tmp_path, training)
         else:
             ended = os.waitstatus_to_exitcode(code)
     assert ended == 0, (tmp_path / "error.txt").read_text()
@@ -214,3 +222,27 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_is_not(tmp_path
         (tmp_path / "whole").mkdir()
         long_run(tmp_path / "whole", resume=False, max_staleness=0)
         assert facts(tmp_path / "run") == facts(tmp_path / "whole" / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_real_model_that_is_killed_again_and_again_ends_bit_equal(tmp_path: Path) -> None:
+    lines, moments = tmp_path / "run" / "metrics.jsonl", random.Random(0)
+    for kill in range(8):
+        seen, more = len(read_lines(lines)), moments.randint(1, 2)
+        pid = child_of(tmp_path, small_run)
+        while len(read_lines(lines)) == seen or read_lines(lines)[-1]["step"] < seen + more:
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it has ended; error.txt may say why"
+            time.sleep(0.01)
+        if not kill:
+            with pytest.raises(RunFolderError, match=f"is being written by process {pid} on"):
+                small_run(tmp_path, resume=True)
+        time.sleep(moments.uniform(0.0, 0.3))
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL, "it came to its end between the kills"
+    small_run(tmp_path, resume=True)
+    (tmp_path / "whole").mkdir()
+    small_run(tmp_path / "whole", resume=False)
+    assert results(tmp_path / "run") == results(tmp_path / "whole" / "run")
+    one, other = weights(tmp_path / "run", 40), weights(tmp_path / "whole" / "run", 40)
+    assert all(one[name].equal(other[name]) for name in one)

@@ -52,7 +52,14 @@ if "test/OneOrTwo-v0" not in relax_gym.list():
 
 
 def trainer(
-    tmp_path: Path, script: Any, learner: Any = None, *, delay: int = 0, resume: bool = False, **sections: Any
+    tmp_path: Path,
+    script: Any,
+    learner: Any = None,
+    *,
+    delay: int = 0,
+    resume: bool = False,
+    sampler: Any = None,
+    **sections: Any,
 ) -> Trainer:
     config = parse_config(
         {
@@ -73,7 +80,7 @@ def trainer(
         tasks=TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes),
         algorithms=load_algorithms(config),
         rewards=build_rewards(config),
-        sampler=ScriptedSampler(script, tokenizer=TOKENIZER, delay=delay),
+        sampler=sampler or ScriptedSampler(script, tokenizer=TOKENIZER, delay=delay),
     )
     return Trainer(parts, learner or RecordingLearner(), [], folder, checkpoint)
 

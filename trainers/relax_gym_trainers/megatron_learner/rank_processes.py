@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -37,7 +38,8 @@ from relax_gym_trainers.megatron_learner.rank_service import (
 
 GRACE_SECONDS = 10.0
 LINGER_SECONDS = 20.0
-"""A launcher ends all when one has ended: rank 0 has this long to close what it has and to say what went wrong."""
+"""A launcher ends all when one has ended: rank 0 has this long to close what it has and to say what went wrong, if the
+launcher does not say SIGTERM before."""
 STACK_SECONDS = 3.0
 SHOWN_LINES = 15
 RENDEZVOUS_KEY = "relax_gym/ranks"
@@ -56,7 +58,8 @@ def serve() -> None:
     Raises ConfigError when rank 0 needs another number of ranks. Should rank 0 end without any `Ranks`, its exit code
     must not be 0, or the launcher would let the others wait for it.
     """
-    if threading.current_thread() is threading.main_thread():
+    main = threading.current_thread() is threading.main_thread()
+    if main:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 sees to Ctrl-C
     store = _rendezvous(timedelta(days=7))  # rank 0 may have much to prepare; the launcher knows when it has ended
     told = json.loads(store.get(RENDEZVOUS_KEY))
@@ -64,7 +67,21 @@ def serve() -> None:
         raise ConfigError(told)
     host, port, key = told
     place = Place(rank=launched_rank() or 0, world=int(os.environ["WORLD_SIZE"]), init_method="env://")
-    serve_link(connect((host, port), bytes.fromhex(key), place), place, parent=None, linger=LINGER_SECONDS)
+    link = connect((host, port), bytes.fromhex(key), place)
+    linger = _outlive_sigterm() if main else functools.partial(time.sleep, LINGER_SECONDS)
+    serve_link(link, place, parent=None, linger=linger)
+
+
+def _outlive_sigterm() -> Callable[[], object]:
+    """SIGTERM, which a launcher sends to all ranks, no longer ends this one: rank 0 saves with its help and ends it.
+
+    Returns what waits LINGER_SECONDS, but not longer than until SIGTERM has come, be it before.
+    """
+    heard, hearing = os.pipe()
+    os.set_blocking(hearing, False)
+    signal.set_wakeup_fd(hearing)  # written to even while a computation keeps Python from running a handler
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    return lambda: select.select([heard], [], [], LINGER_SECONDS)
 
 
 def connect(address: tuple[str, int], key: bytes, place: Place) -> Link:

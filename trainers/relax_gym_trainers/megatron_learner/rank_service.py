@@ -13,9 +13,9 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.connection import Connection
@@ -128,10 +128,10 @@ def make(place: Place, entry: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), function)(place, *arguments)
 
 
-def serve_link(link: Link, place: Place, *, parent: int | None, linger: float = 0.0) -> None:
+def serve_link(link: Link, place: Place, *, parent: int | None, linger: Callable[[], object] = bool) -> None:
     """Make the object, then its methods' calls, until rank 0 ends it. The process ends when rank 0 is gone, whatever
-    it is doing, or `parent`, a pid: a process that rank 0's has forked may hold its side of the link open. `linger`
-    seconds later if something else may end rank 0 when this process ends, before it has said what went wrong."""
+    it is doing, or `parent`, a pid: a process that rank 0's has forked may hold its side of the link open. `linger` is
+    called before, in case something else ends rank 0 when this process ends, before it has said what went wrong."""
     messages: queue.SimpleQueue[tuple[bytes, list[memoryview]] | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(link, messages, parent, linger), daemon=True).start()
     served: Any = None
@@ -151,7 +151,7 @@ def serve_link(link: Link, place: Place, *, parent: int | None, linger: float = 
     link.close()
 
 
-def _read(link: Link, messages: queue.SimpleQueue[Any], parent: int | None, linger: float) -> None:
+def _read(link: Link, messages: queue.SimpleQueue[Any], parent: int | None, linger: Callable[[], object]) -> None:
     try:
         while True:
             while not link.poll(POLL_SECONDS):
@@ -162,7 +162,7 @@ def _read(link: Link, messages: queue.SimpleQueue[Any], parent: int | None, ling
                 return
             del message
     except (EOFError, OSError):
-        time.sleep(linger)
+        linger()
         os._exit(1)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import signal
 import threading
 import time
 import traceback
@@ -152,7 +151,7 @@ def _end(process: BaseProcess, connection: Connection[Any, Any]) -> None:
 
 def _serve(connection: Connection[Any, Any], plan: _Plan) -> None:
     """The process: load, say so, and score until nobody asks any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the learner's process sees to it
+    os.setsid()  # Ctrl-C reaches a whole terminal, torchrun's SIGTERM a whole group: the learner's process sees to it
     threading.Thread(target=_die_with_parent, daemon=True).start()
     teacher = _attempt(_load, plan)
     with contextlib.suppress(EOFError, OSError):

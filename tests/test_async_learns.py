@@ -1,0 +1,50 @@
+"""What is trained ahead of its weights: it knows the policy that sampled it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_end_to_end import SHORT, run
+from transformers import AutoModelForCausalLM
+
+from relax_gym.run_folder import list_checkpoints, read_lines
+
+
+def spoken(episode: dict[str, Any]) -> tuple[list[int], dict[int, tuple[float, int]]]:
+    """All ids of an episode, and the log-prob and version of those that were sampled, by position."""
+    ids: list[int] = []
+    sampled: dict[int, tuple[float, int]] = {}
+    for turn in episode["turns"]:
+        start = len(ids) + len(turn["context_ids"])
+        sampled |= dict(enumerate(zip(turn["logprobs"], turn["versions"], strict=True), start))
+        ids += turn["context_ids"] + turn["token_ids"]
+    return ids, sampled
+
+
+@pytest.mark.slow
+def test_the_log_probs_of_stale_tokens_are_those_of_the_version_that_they_name(tmp_path: Path) -> None:
+    """Also within an episode whose weights changed in flight: the ratio of the loss is taken against them."""
+    changes = ["train.max_staleness=2", "train.steps=6", "checkpoint.every=1", "checkpoint.keep=99", "eval.every=0"]
+    run(tmp_path / "run", *SHORT, *changes, "learner.lr=2e-3")
+    assert max(line.get("staleness/max", 0) for line in read_lines(tmp_path / "run" / "metrics.jsonl")) > 0
+    trained = [line for line in read_lines(tmp_path / "run" / "episodes.jsonl") if line["kind"] == "train"]
+    policies = {
+        step: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for step, folder in list_checkpoints(tmp_path / "run")
+    }
+    gaps: dict[int, list[float]] = {0: [], 1: []}  # to the version itself and to the next
+    for ids, sampled in map(spoken, trained):
+        for version in {version for _, version in sampled.values()} & policies.keys():
+            for later in gaps:
+                with torch.inference_mode():
+                    logits = policies[version + later](torch.tensor([ids])).logits[0]
+                found = logits.log_softmax(-1)
+                for at, (logprob, of) in sampled.items():
+                    if of == version:
+                        gaps[later].append(abs(found[at - 1, ids[at]].item() - logprob))
+    assert len(gaps[0]) > 100
+    assert max(gaps[0]) < 1e-4
+    assert max(gaps[1]) > 1e-2  # the test can tell one version from the next
