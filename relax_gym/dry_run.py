@@ -18,7 +18,7 @@ from relax_gym.config import ModelConfig, RunConfig, dump_config, load_algorithm
 from relax_gym.env_driver import EnvDriver
 from relax_gym.errors import ModelError, RelaxGymError
 from relax_gym.media.loader import MediaLoader
-from relax_gym.models import positions, resolve_model
+from relax_gym.models import empty_language_model, language_config, positions, resolve_model
 from relax_gym.plugins import plugins
 from relax_gym.preflight import check_tools, probe_envs
 from relax_gym.redaction import check_secrets
@@ -110,14 +110,10 @@ def dry_run(config: RunConfig, *, resume: bool = False) -> DryRunReport:
 
 
 def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     trust = config.model.trust_remote_code
     try:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+        settings = language_config(path, trust_remote_code=trust)
+        model = empty_language_model(settings, trust_remote_code=trust)
     except Exception as error:  # an unknown architecture, or remote code, which can raise anything
         raise ModelError(f"model folder {path} cannot be built: {error}") from error
     section = config.sampler

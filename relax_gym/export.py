@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relax_gym.config import RunConfig, read_toml, validate
 from relax_gym.errors import RunFolderError
-from relax_gym.models import check_model
+from relax_gym.models import SPEAKERS, check_model
 from relax_gym.run_folder import list_checkpoints
 
 COPIED = {".json", ".safetensors", ".jinja", ".txt", ".model"}
@@ -55,7 +55,7 @@ def export(checkpoint: Path, folder: Path) -> bool:
     try:
         partial.mkdir(parents=True)
         for file in checkpoint.iterdir():
-            if file.is_file() and file.suffix in COPIED:
+            if file.is_file() and (file.suffix in COPIED or file.name == SPEAKERS):
                 shutil.copyfile(file, partial / file.name)
         if made:
             _make(checkpoint, partial)

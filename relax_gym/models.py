@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+SPEAKERS = "spk_dict.pt"
+"""The voices of Qwen 2.5 Omni."""
+
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SPEAKERS]
 HUB_TIMEOUT = 5.0
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -30,6 +33,8 @@ THINKERS = {
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
 """What of a model that also speaks is the language model."""
+THINKER = "thinker."
+"""What names of its weights begin with in the folder of the whole."""
 
 OFFLINE_HINT = "To train without any download, run examples/tiny_guess.toml."
 
@@ -100,14 +105,36 @@ def load_language_model(path: Path, *, dtype: torch.dtype, trust_remote_code: bo
     return model
 
 
-def empty_language_model(config: PretrainedConfig) -> PreTrainedModel:
-    """What `load_language_model` gives for a folder with this config, on the device `meta`: modules without numbers."""
+def language_config(path: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The config of what `load_language_model` loads: of a model that also speaks, the thinker's.
+
+    Raises:
+        Whatever transformers raises for a config that it does not know.
+    """
+    from transformers import AutoConfig
+
+    whole: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return getattr(whole, "thinker_config", whole)
+
+
+def language_prefix(path: Path) -> str:
+    """What the names of its weights begin with in the folder: "", or `THINKER` among those of a model that also speaks.
+
+    Raises:
+        ModelError: config.json cannot be read.
+    """
+    config = _read_json(path / "config.json")
+    return THINKER if isinstance(config, dict) and config.get("model_type") in THINKERS else ""
+
+
+def empty_language_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """What `load_language_model` gives for a folder with this `language_config`, on the device `meta`: modules without
+    numbers."""
     import torch
 
-    loader = _loader(config.model_type, False)
+    loader = _loader(config.model_type, trust_remote_code)
     with torch.device("meta"):
-        make = loader.from_config if hasattr(loader, "from_config") else loader._from_config
-        model: PreTrainedModel = make(config)
+        model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
     return model
 
 

@@ -51,6 +51,13 @@ def test_a_good_config_has_no_failure(capsys, config: Path) -> None:
     assert (code, out.rstrip().endswith("== failures\nnone")) == (0, True)
 
 
+def test_models_that_see_are_built_as_those_that_only_read(capsys, config: Path) -> None:
+    config.write_text(CONFIG.replace("RUN", str(config.parent / "run")).replace('tiny-qwen3"', 'tiny-qwen3-vl"'))
+    options = ("--set", "model.kwargs={hidden_size = 16, num_layers = 1, num_heads = 2}")
+    code, out, _ = run(capsys, "train", config, "--dry-run", *options)
+    assert (code, "Qwen3VLForConditionalGeneration" in out) == (0, True)
+
+
 def test_a_failing_episode_is_a_failure(capsys, config: Path) -> None:
     options = ("--set", "env.0.id=test/Faulty-v0", "--set", "env.0.kwargs={fault = 'step'}")
     code, out, _ = run(capsys, "train", config, "--dry-run", *options)

@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from relax_gym.errors import ModelError
+from relax_gym.models import WEIGHTS, WEIGHTS_INDEX
 from relax_gym_trainers.megatron_learner import hf, model
 from relax_gym_trainers.megatron_learner.families.base import sizes
 from relax_gym_trainers.megatron_learner.families.forms import GateUp, QueryKeyValue, Sizes, Vocabulary
 from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.model_folder import Checkpoint, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("qwen2", "qwen3_tied", "qwen3_moe", "mixtral"):
         found[name] = tmp_path_factory.mktemp(name)
         megatron_models.write(megatron_models.CONFIGS[name](), found[name], max_shard_size="200KB")
-        assert (found[name] / hf.INDEX).is_file()
+        assert (found[name] / WEIGHTS_INDEX).is_file()
     return found
 
 
@@ -45,7 +47,7 @@ def round_trip(layout: Layout, folder: Path, target: Path, dtype: torch.dtype) -
     chunks = model.from_folder(folder, config, layout, dtype)
     export = hf.Export(chunks, config, bucket_bytes=50_000)
     first = torch.distributed.get_rank() == 0
-    hf.write_folder(export, folder, target if first else None, shard_bytes=100_000)
+    write_folder(export, folder, target if first else None, shard_bytes=100_000)
     return {name: tensor.clone() for name, tensor in export}
 
 
@@ -116,7 +118,7 @@ def test_transformers_loads_what_is_exported(folders: dict[str, Path], tmp_path:
     on_ranks(Layout(), round_trip, folders[name], tmp_path, torch.bfloat16)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
-    index = json.loads((tmp_path / hf.INDEX).read_text())
+    index = json.loads((tmp_path / WEIGHTS_INDEX).read_text())
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
     assert set(index["weight_map"].values()) == set(files)
@@ -133,8 +135,8 @@ def test_transformers_loads_what_is_exported(folders: dict[str, Path], tmp_path:
 
 
 def test_a_small_model_is_one_file(folders: dict[str, Path], tmp_path: Path) -> None:
-    hf.write_folder(iter([("a", torch.ones(2))]), folders["qwen2"], tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "generation_config.json", hf.WEIGHTS]
+    write_folder(iter([("a", torch.ones(2))]), folders["qwen2"], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "generation_config.json", WEIGHTS]
 
 
 class Watched:
@@ -196,7 +198,7 @@ def changed(folder: Path, target: Path, change: Any) -> str:
     tensors = saved(folder)
     change(tensors)
     shutil.copytree(folder, target, ignore=lambda _, names: [n for n in names if "safetensors" in n])
-    save_file(tensors, target / hf.WEIGHTS)
+    save_file(tensors, target / WEIGHTS)
     return str(on_ranks(Layout(), load_changed, target)[0])
 
 
@@ -225,4 +227,4 @@ def test_weights_that_are_not_those_of_the_config_are_refused(
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no model.safetensors; the Megatron learner reads safetensors only"):
-        hf.Checkpoint(tmp_path)
+        Checkpoint(tmp_path)

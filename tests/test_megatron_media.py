@@ -27,6 +27,7 @@ from relax_gym.run_folder import read_lines
 from relax_gym.train import train
 from relax_gym.types import Batch, TrainingSample
 from relax_gym_plugins.samplers.local.model import ModelRunner
+from relax_gym_trainers.megatron_learner import batches
 from relax_gym_trainers.megatron_learner.families import FAMILIES, family_of
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
@@ -136,10 +137,22 @@ def test_steps_of_every_family_and_layout_are_those_of_the_torch_learner(name: s
     compare(LAYOUTS[name], run_of(name), (sampled(name),), tmp_path, **TWICE)
 
 
-def test_k48_k70_ranks_without_media_go_on_with_those_that_have_some(tmp_path: Path) -> None:
+MIXED = [
+    Layout(dp=2),
+    pytest.param(Layout(tp=2), marks=pytest.mark.slow),
+    pytest.param(Layout(pp=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", MIXED, ids=str)
+def test_k48_k49_k70_what_has_text_only_goes_on_with_what_has_an_image(layout: Layout, tmp_path: Path) -> None:
+    """Another rank or, where all have the same samples, another micro-batch; and a step of text only between two."""
     text, first, *_ = sampled("qwen3_vl")
-    assert not text.media and first.media
-    compare([Layout(dp=2)], run_of("qwen3_vl"), ((text,), (text, first)), tmp_path, betas=(0.0, 0.0))
+    cut = batches.plan([text, first], ranks=layout.dp, budget=40, align=1, skip_flat=False)
+    assert [[bool(one.media) for one in cut.micro_batches(rank)] for rank in range(layout.dp)] == (
+        [[True], [False]] if layout.dp == 2 else [[True, False]]
+    )
+    compare([layout], run_of("qwen3_vl"), ((text, first), (text,), (text, first)), tmp_path, weight_decay=0.1)
 
 
 def test_frozen_encoders_stay_as_they_are(tmp_path: Path) -> None:

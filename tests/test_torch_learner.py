@@ -25,7 +25,7 @@ from relax_gym.build import build_learner
 from relax_gym.errors import ConfigError, ModelError, RunFolderError, TrainingError
 from relax_gym.types import Batch
 from relax_gym_trainers.policy_learner import split_by_group
-from relax_gym_trainers.torch_learner.optimizer import learning_rate
+from relax_gym_trainers.torch_learner.optimizer import apply_gradient, build_optimizer, learning_rate
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 
 
@@ -122,6 +122,19 @@ def test_a_non_finite_gradient_ends_training_and_leaves_the_weights(tiny):
         trainer.step(random_batch())
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.weights())
     assert not trainer.optimizer.state
+
+
+def test_what_an_update_has_no_gradient_of_goes_on_as_with_one_of_zero():
+    """By momentum and decay."""
+    options = TorchLearnerOptions(weight_decay=0.1, betas=(0.9, 0.999))
+    ours, theirs = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer, plain = build_optimizer([ours], options), torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1)
+    for value in (1.0, None, 2.0):
+        ours.grad = None if value is None else torch.full((2,), value)
+        theirs.grad = torch.full((2,), value or 0.0)
+        apply_gradient(optimizer, lr=0.1, clip=0, step=1)
+        plain.step()
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_recomputed_old_logprobs_are_those_before_the_first_of_several_updates(tiny):

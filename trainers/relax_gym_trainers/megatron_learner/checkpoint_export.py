@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from relax_gym.errors import RunFolderError
+from relax_gym.models import language_config, language_prefix
 
 
 def export_checkpoint(checkpoint: Path, folder: Path) -> None:
@@ -18,7 +19,6 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # host memory holds what the ranks' devices hold together
 
     import torch
-    from transformers import AutoConfig
 
     from relax_gym_trainers.megatron_learner import compat, hf, lora, model
     from relax_gym_trainers.megatron_learner.checkpoint import FOLDER, check
@@ -26,14 +26,18 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     from relax_gym_trainers.megatron_learner.checkpoint_slots import fill, slots
     from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
     from relax_gym_trainers.megatron_learner.towers import text_config
+    from relax_gym_trainers.model_folder import write_folder
 
     state = checkpoint / FOLDER
     if not state.is_dir():
         raise RunFolderError(f"{checkpoint} has no {FOLDER}/; give a checkpoint that a Megatron learner has written")
     stored, layout = Stored(state), Layout()
-    whole = AutoConfig.from_pretrained(state)
+    whole = language_config(state)
     config = text_config(whole)
     check(stored, config)
+    prefix, source = language_prefix(state), Path(stored.index.get("model_folder", state))
+    if prefix and not source.is_dir():
+        raise RunFolderError(f"{checkpoint} is of a part of the model in {source}, which is not there; put it back")
     with compat.prepared(), tempfile.TemporaryDirectory() as meeting:
         initialise(layout, 0, f"file://{meeting}/point", "gloo")
         try:
@@ -42,6 +46,6 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
                 lora.rebuild(chunks, config, whole, layout, adapters, checkpoint)
             for slot in slots(chunks, None):
                 fill(slot, stored)
-            hf.write_folder(hf.Export(chunks, config), state, folder)
+            write_folder(hf.Export(chunks, config, prefix=prefix), state, folder, whole=source)
         finally:
             destroy()

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig
 
 from relax_gym.build import build_component
 from relax_gym.config import ModelConfig
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError, ModelError, TrainingError, reason
-from relax_gym.models import load_tokenizer, resolve_model
+from relax_gym.models import language_config, load_tokenizer, resolve_model
 from relax_gym.processing import MediaProcessor
 from relax_gym.teacher import Distillation, Teacher, TeacherScores, checked_scores
 from relax_gym.types import TrainingSample
@@ -277,7 +276,7 @@ def load_teacher(folder: Path, context: RunContext, student: MegatronBackend) ->
     trust, rows = context.config.model.trust_remote_code, student.head.vocabulary
     check_tokenizer(folder, context.tokenizer, load_tokenizer(folder, trust_remote_code=trust))
     processor = MediaProcessor.load(folder, context.config.media, trust_remote_code=trust)
-    whole = AutoConfig.from_pretrained(folder)
+    whole = language_config(folder)
     config = text_config(whole)
     surplus = surplus_rows(folder, config, rows=rows, used=len(context.tokenizer))
     config.vocab_size = rows  # so that every rank has the same ids of both

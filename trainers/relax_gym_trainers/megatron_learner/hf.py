@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from relax_gym.errors import ModelError
+from relax_gym.models import language_prefix
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.megatron_learner.families.base import OUTPUT, Rule, number_of_experts, sizes
 from relax_gym_trainers.megatron_learner.families.forms import Vocabulary
 from relax_gym_trainers.megatron_learner.modules.adapters import Adapted, adapted, of_adapter
 from relax_gym_trainers.megatron_learner.modules.experts import unstacked
+from relax_gym_trainers.model_folder import Checkpoint
 
 from megatron.core import parallel_state  # isort: skip
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNUSED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors of old checkpoints that the config determines."""
-
-
-class Checkpoint:
-    """The tensors of a model folder; only what is sliced of one is read."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError where the folder has no safetensors, or not all of its files."""
-        self.folder = folder
-        self._files: dict[str, Any] = {}
-        if (folder / INDEX).is_file():
-            self.files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        else:
-            self.files = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
-
-    def __getitem__(self, name: str) -> Any:
-        """A slice as safetensors gives it, with `get_shape()`."""
-        if name not in self.files:
-            raise ModelError(f"{self.folder} has no tensor {name!r}; is config.json the one of these weights?")
-        return self._open(self.files[name]).get_slice(name)
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            if not (self.folder / file).is_file():
-                raise ModelError(f"{self.folder} has no {file}; the Megatron learner reads safetensors only")
-            self._files[file] = safe_open(self.folder / file, framework="pt")
-        return self._files[file]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +101,7 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surpl
     Raises:
         ModelError: a tensor is missing, has another size than the config says, or is none that the family knows.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder, language_prefix(folder))
     family = family_of(config)
     known = {name for *_, names in family.hub_names(config) for name in names} | set(OUTPUT.hub)
     modules = tuple(rule.hub[0].removesuffix("{rest}") for rule in family.rules if rule.of_module)
@@ -175,9 +146,11 @@ class Export:
     A collective: every rank builds it, and every rank iterates to the end each time.
     """
 
-    def __init__(self, chunks: Sequence[Any], config: PretrainedConfig, *, bucket_bytes: int = 1 << 28) -> None:
-        """`bucket_bytes` is about how much is gathered at a time."""
-        self.config = config
+    def __init__(
+        self, chunks: Sequence[Any], config: PretrainedConfig, *, prefix: str = "", bucket_bytes: int = 1 << 28
+    ) -> None:
+        """`prefix` is put before all names; `bucket_bytes` is about how much is gathered at a time."""
+        self.config, self._prefix = config, prefix
         self.rules = family_of(config).rules
         self._models = [unwrapped(chunk) for chunk in chunks]
         self._parameters: list[dict[str, Tensor]] = []
@@ -233,7 +206,7 @@ class Export:
             first += piece.shape.numel()
             for rank, shards in enumerate(run):
                 expert = piece.expert + (rank - self._experts.rank()) * per_rank
-                names = Place(rule, piece.layer, expert, piece.rest).hub
+                names = [self._prefix + name for name in Place(rule, piece.layer, expert, piece.rest).hub]
                 yield from zip(names, rule.form.join(list(shards), sizes(self.config)), strict=True)
 
     def _value(self, piece: _Piece) -> Tensor:
@@ -262,70 +235,3 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed by torch 2.14
     gather(out, tensor, group=group)
     return out
-
-
-def write_folder(
-    tensors: Iterable[tuple[str, Tensor]], source: Path, folder: Path | None, *, shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write what an `Export` gives as a model folder that `transformers` loads.
-
-    Args:
-        source: The folder that the model was loaded from; its configs are copied.
-        folder: None on the ranks that do not write, but must iterate.
-        shard_bytes: A file holds at most this much, or one tensor.
-    """
-    shards = _Shards(folder, shard_bytes) if folder else None
-    for name, tensor in tensors:
-        if shards:
-            shards.add(name, tensor)
-    if not shards or not folder:
-        return
-    shards.finish()
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for key in {"dtype", "torch_dtype"} & set(config) or {"dtype"}:
-        config[key] = str(shards.dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
-
-
-class _Shards:
-    """Files of tensors; how many there are is known only at the end."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.limit = folder, limit
-        self.dtype: torch.dtype | None = None
-        self._shard: dict[str, Tensor] = {}
-        self._size = self._total = 0
-        self._written: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._shard and self._size + tensor.nbytes > self.limit:
-            self._flush()
-        self.dtype = tensor.dtype
-        self._size += tensor.nbytes
-        self._shard[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-    def finish(self) -> None:
-        self._flush()
-        count = len(self._written)
-        if count == 1:
-            self._part(0).rename(self.folder / WEIGHTS)
-            return
-        weights: dict[str, str] = {}
-        for number, names in enumerate(self._written):
-            file = f"model-{number + 1:05}-of-{count:05}.safetensors"
-            self._part(number).rename(self.folder / file)
-            weights |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weights}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number}.safetensors"
-
-    def _flush(self) -> None:
-        save_file(self._shard, self._part(len(self._written)), metadata={"format": "pt"})
-        self._written.append(list(self._shard))
-        self._total += self._size
-        self._shard, self._size = {}, 0

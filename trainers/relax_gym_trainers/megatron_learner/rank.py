@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
+from relax_gym.models import language_config, language_prefix
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
 from relax_gym_trainers.megatron_learner import hf, lora, model
@@ -22,6 +22,7 @@ from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
 from relax_gym_trainers.megatron_learner.ranks import Place
 from relax_gym_trainers.megatron_learner.towers import MediaReader, freeze_encoders, text_config
+from relax_gym_trainers.model_folder import write_folder
 from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner.model import choose_device, choose_dtype
 from relax_gym_trainers.torch_learner.objectives import build_objectives
@@ -53,7 +54,7 @@ class RankLearner(PolicyLearner):
         self.total_steps, self.version = config.train.steps, 0
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         initialise(self.layout, place.rank, place.init_method, backend, seed=config.seed)
-        whole = AutoConfig.from_pretrained(context.model_path)
+        whole = language_config(context.model_path)
         self._config = text_config(whole)
         self._dtype = choose_dtype(options.dtype, choose_device("auto"))
         chunks = model.from_folder(
@@ -85,7 +86,8 @@ class RankLearner(PolicyLearner):
         self.objectives = build_objectives(
             load_algorithms(config), config, self.backend, lambda taught: load_distiller(taught, context, self.backend)
         )
-        self._export, self._source = hf.Export(chunks, self._config, bucket_bytes=BUCKET_BYTES), context.model_path
+        self._source = context.model_path
+        self._export = hf.Export(chunks, self._config, prefix=language_prefix(self._source), bucket_bytes=BUCKET_BYTES)
         self._gathering, self._writes = iter(self._export), place.rank == 0
         self._warming_up = self._reference_moved = False
         control = self.backend.control
@@ -135,7 +137,7 @@ class RankLearner(PolicyLearner):
 
     def export(self, folder: Path) -> None:
         """See `Learner.export`. Rank 0 writes."""
-        hf.write_folder(self._export, self._source, folder if self._writes else None)
+        write_folder(self._export, self._source, folder if self._writes else None)
 
     def save_state(self, folder: Path) -> None:
         """Begin to write the state into the folder; `finish_save` waits for it."""
@@ -146,6 +148,7 @@ class RankLearner(PolicyLearner):
             version=self.version,
             warming_up=self._warming_up,
             dtype=str(self._dtype).removeprefix("torch."),
+            model_folder=str(self._source),
         )
 
     def finish_save(self) -> None:

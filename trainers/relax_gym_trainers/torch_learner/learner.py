@@ -11,6 +11,7 @@ import torch
 from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
+from relax_gym.models import language_prefix
 from relax_gym.sampler import Weights
 from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner import model as models
@@ -42,6 +43,7 @@ class TorchLearner(PolicyLearner):
         algorithms = load_algorithms(config)
         self.total_steps = config.train.steps
         self._trust_remote_code = config.model.trust_remote_code
+        self._source, self._prefix = context.model_path, language_prefix(context.model_path)
         device = models.choose_device(options.device)
         dtype = models.choose_dtype(options.dtype, device)
         model = models.load_model(context.model_path, trust_remote_code=self._trust_remote_code)
@@ -91,11 +93,12 @@ class TorchLearner(PolicyLearner):
 
     def weights(self) -> Weights:
         """Views of the float32 weights; with LoRA, new tensors with the adapters merged in."""
-        return models.plain_weights(self.policy.model)
+        weights = models.plain_weights(self.policy.model)
+        return ((models.checkpoint_name(name, self._prefix), tensor) for name, tensor in weights)
 
     def export(self, folder: Path) -> None:
         """Write float32 safetensors, adapters merged."""
-        models.export_model(self.policy.model, folder, adapted=self.options.lora is not None)
+        models.export_model(self.policy.model, folder, adapted=self.options.lora is not None, source=self._source)
 
     def save_state(self, folder: Path) -> None:
         """Write optimizer, version, random state and, with LoRA, the adapters."""

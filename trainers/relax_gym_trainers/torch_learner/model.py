@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from relax_gym.errors import ConfigError, ModelError, suggestion
-from relax_gym.models import load_language_model
+from relax_gym.models import language_prefix, load_language_model
+from relax_gym_trainers.model_folder import Checkpoint, write_folder
 from relax_gym_trainers.torch_learner.options import LoraOptions, TorchLearnerOptions
 
 if TYPE_CHECKING:
@@ -154,8 +156,32 @@ def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool) -> None:
-    """Write float32 safetensors and the config; `adapted` says whether adapters must be merged first."""
+def checkpoint_name(name: str, prefix: str) -> str:
+    """What a weight of the model is called in a folder where names begin with `prefix`, one of Qwen's Omni, which has
+    the parts of the thinker one level higher."""
+    if not prefix:
+        return name
+    head, _, rest = name.partition(".")
+    if head == "model":
+        name = "model." + rest.removeprefix("language_model.") if rest.startswith("language_model.") else rest
+    return prefix + name
+
+
+def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool, source: Path | None = None) -> None:
+    """Write float32 safetensors and the config.
+
+    Args:
+        adapted: Whether adapters must be merged first.
+        source: The folder that the model was loaded from. If it is a part of the model there, the others are copied.
+    """
+    if source is not None and (prefix := language_prefix(source)):
+        with tempfile.TemporaryDirectory(dir=folder.parent) as part:
+            export_model(model, Path(part), adapted=adapted)
+            written = Checkpoint(Path(part))
+            # What transformers has loaded under the prefix it writes under the prefix.
+            names = {prefix + name.removeprefix(prefix): name for name in written.files}
+            write_folder(((name, written[own][...]) for name, own in names.items()), source, folder)
+        return
     if not adapted:
         model.save_pretrained(folder)
         return

@@ -40,10 +40,15 @@ def build_optimizer(parameters: Sequence[torch.nn.Parameter], options: LearnerOp
 def apply_gradient(optimizer: torch.optim.AdamW, *, lr: float, clip: float, step: int) -> float:
     """Clip the gradient to norm `clip` (0: not), take one optimizer step, free the gradient. Returns the norm before.
 
+    What nothing in the update depended on, as encoders without media, has the gradient 0: momentum and decay go on.
+
     Raises:
         TrainingError: the gradient is not finite; neither weights nor optimizer state have changed.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf).item()
     if not math.isfinite(norm):
         optimizer.zero_grad()

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from relax_gym.errors import SamplerError
+from relax_gym.models import THINKER
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
 from relax_gym.types import Placed
 from relax_gym_plugins.samplers.local.cache import ShapeProbe, SlotCache, pages
@@ -190,6 +191,7 @@ class ModelRunner:
         Raises:
             SamplerError: names the missing, unknown or misshapen tensors.
         """
+        weights = {name.removeprefix(THINKER): tensor for name, tensor in weights.items()}
         state = self.model.state_dict(keep_vars=True)
         own, whole = dict(state), {name: name for name in state}
         for name, stacked, view in checkpoint_views(state):

@@ -1,4 +1,4 @@
-"""The thinker of Qwen 2.5 Omni, in a folder of its own: images, videos and audio."""
+"""The thinker of Qwen 2.5 Omni: images, videos and audio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thinker of Qwen 3 Omni, in a folder of its own: images, videos and audio, experts in every layer."""
+"""The thinker of Qwen 3 Omni: images, videos and audio, experts in every layer."""
 
 from __future__ import annotations
 
