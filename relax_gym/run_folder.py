@@ -222,6 +222,7 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
         "rewards": trajectory.rewards,
         "reward_failures": trajectory.reward_failures,
         "reward_parts": dict(trajectory.reward_parts),
+        "reward_turns": trajectory.reward_turns,
         "error": error
         and {"env_id": error.env_id, "turn": error.turn, "message": error.message, "traceback": error.traceback},
         "turns": [

@@ -136,7 +136,8 @@ class Trajectory:
     """One finished episode. `rewards` maps reward name to its weighted score; None in it means it could not score.
 
     `reward_failures` says why, for each name that is None in `rewards`. `reward_parts` are the other numbers of rewards
-    that return a mapping, as `name/key`; they are logged and do not count.
+    that return a mapping, as `name/key`; they are logged and do not count. `reward_turns` has the weighted numbers of
+    rewards that give one for each turn; their sums are in `rewards`.
     """
 
     task: Task
@@ -147,6 +148,7 @@ class Trajectory:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward_failures: Mapping[str, str] = field(default_factory=dict)
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reward_turns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     error: EpisodeError | None = None
 

@@ -9,6 +9,7 @@ def register_rewards() -> dict[str, str]:
     return {
         "env": "relax_gym_rewards.env_return:EnvReturn",
         "genrm": "relax_gym_rewards.genrm.judge:GenRM",
+        "genrm_group": "relax_gym_rewards.genrm.compare:GenRMGroup",
         "exact_match": "relax_gym_rewards.exact_match:ExactMatch",
         "numeric": "relax_gym_rewards.numeric:Numeric",
         "math": "relax_gym_rewards.math:Math",

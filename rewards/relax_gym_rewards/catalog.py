@@ -31,6 +31,7 @@ FACTS = {
         "0 to 1, or what `words` are worth",
         'endpoint = "http://localhost:30000/v1", model = "judge", rubric = "Is it right?"',
     ),
+    "genrm_group": Facts("0 to 1", 'endpoint = "http://localhost:30000/v1", model = "judge", mode = "pairs"'),
     "geo3k": Facts("0 to 1", "format_weight = 0.2"),
     "gpqa": Facts("0 or 1", 'choices = "options"'),
     "gsm8k": Facts("0 or 1", "strict = true"),
