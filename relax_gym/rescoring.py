@@ -16,7 +16,7 @@ from relax_gym.errors import ConfigError, RunFolderError, reason
 from relax_gym.plugins import plugins
 from relax_gym.registry import check_kwargs
 from relax_gym.run_folder import read_lines
-from relax_gym.scoring import WeightedReward, close_rewards, score, score_group
+from relax_gym.scoring import WeightedReward, close_rewards, make_reward, score, score_group
 from relax_gym.types import (
     Completion,
     EpisodeError,
@@ -180,7 +180,7 @@ def load_reward(name: str, kwargs: Mapping[str, Any], *, key: str | None = None)
     factory = plugins().get("reward", name)
     check_kwargs("reward", name, factory, kwargs)
     try:
-        reward = factory(**kwargs)
+        reward = make_reward(factory, kwargs)
     except Exception as error:  # a constructor is anybody's code
         raise ConfigError(f"reward {name!r}: {reason(error)}; `relax-gym rewards show {name}` lists options") from error
     return WeightedReward(name=name, weight=1.0, key=key or getattr(reward, "key", None), reward=reward)

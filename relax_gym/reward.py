@@ -16,7 +16,9 @@ class Reward(Protocol):
     """Any callable, sync or async. Sync rewards run in worker threads; raising means "unscored", never 0.
 
     Optional methods: `metrics()` returns numbers since the last call, logged with each step as `reward/<name>/<key>`;
-    `close()`, sync or async, is called once when the run is over.
+    `preflight()` is called before the model is loaded and raises when the reward cannot work here; `close()`, sync or
+    async, is called once when the run is over. With `isolated = True` all calls are made in processes that can be
+    killed, within `seconds` and `memory` (MiB) if it has these attributes (`relax_gym.isolation`).
     """
 
     def __call__(self, trajectory: Trajectory, /) -> Score | Awaitable[Score]:

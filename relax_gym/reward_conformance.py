@@ -25,7 +25,8 @@ def check_reward(reward: Reward | GroupReward, trajectories: Sequence[Trajectory
 
     A reward of groups scores each episode as a group of its own, and all of them as one.
     """
-    return [attempt(name, functools.partial(check, reward, trajectories)) for name, check in CHECKS.items()]
+    asked: Any = reward
+    return [attempt(name, functools.partial(check, asked, trajectories)) for name, check in CHECKS.items()]
 
 
 def _score(reward: Reward, trajectory: Trajectory) -> Any:

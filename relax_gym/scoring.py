@@ -16,7 +16,9 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
+from relax_gym.batching import Batched
 from relax_gym.errors import RelaxGymError, RewardError, suggestion
+from relax_gym.isolation import isolated
 from relax_gym.reward import GroupReward, Reward, is_group_reward
 from relax_gym.types import Metrics, Trajectory
 from relax_gym.workers import WorkerThreads, WorkerTimeout
@@ -42,6 +44,17 @@ class _Outcome:
     turns: tuple[float, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+
+
+def make_reward(factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `factory` makes of its options, tried (`preflight`), isolated if it asks for that. Raises what it raises."""
+    reward = factory(**kwargs)
+    preflight = getattr(reward, "preflight", None)
+    if callable(preflight):
+        preflight()
+    if callable(getattr(reward, "batch", None)):
+        return Batched(reward)
+    return isolated(reward)
 
 
 async def score(
@@ -174,8 +187,9 @@ async def _ask(term: WeightedReward, trajectory: Trajectory, timeout: float, thr
         return _Outcome(failure=f"the episode ended in an error: {trajectory.error.message}")
     if is_group_reward(term.reward):
         return _Outcome(failure="it scores groups, and this episode was in none")
+    reward: Any = term.reward
     try:
-        return _outcome(term, trajectory, await _call(term.reward, trajectory, timeout, threads))
+        return _outcome(term, trajectory, await _call(reward, trajectory, timeout, threads))
     except Exception as error:
         return _Outcome(failure=_reason(error, timeout))
 
@@ -184,8 +198,9 @@ async def _ask_group(
     term: WeightedReward, trajectories: Sequence[Trajectory], timeout: float, threads: WorkerThreads
 ) -> list[_Outcome]:
     """One outcome for each, whatever the reward does."""
+    reward: Any = term.reward
     try:
-        values = await _call(getattr(term.reward, "score_group"), trajectories, timeout, threads)  # noqa: B009
+        values = await _call(reward.score_group, trajectories, timeout, threads)
         if not isinstance(values, Sequence) or len(values) != len(trajectories):
             raise RewardError(
                 f"score_group returned {values!r:.100} for {len(trajectories)} episodes; it must return a list with "
