@@ -41,5 +41,6 @@ def register_rewards() -> dict[str, str]:
         "product": "relax_gym_rewards.composites:Product",
         "weighted_sum": "relax_gym_rewards.composites:WeightedSum",
         "tool_use": "relax_gym_rewards.tool_use:ToolUse",
+        "remote": "relax_gym_rewards.remote:Remote",
         "random": "relax_gym_rewards.random:Random",
     }
