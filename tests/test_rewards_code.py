@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from reward_kit import episode
 
-from relax_gym.errors import RewardError
+from relax_gym.errors import ConfigError, RewardError
+from relax_gym.rescoring import load_reward
 from relax_gym.scoring import WeightedReward, score
 from relax_gym_rewards._sandbox import MIB, Limits, run
 from relax_gym_rewards._sandbox_child import pack, unpack
@@ -202,6 +203,19 @@ def test_all_or_nothing() -> None:
 def test_a_sandbox_that_cannot_be_made_is_no_failure_of_the_program() -> None:
     with pytest.raises(RewardError, match="sandbox cannot be made"):
         asyncio.run(Code(python="/nonexistent/python")(episode(ADD, tests=PRINTS)))
+
+
+@needs_namespaces
+def test_a_run_starts_with_a_python_that_the_sandbox_can_read() -> None:
+    reward = Code()
+    reward.preflight()
+    assert reward.python in PYTHONS
+    assert asyncio.run(reward(episode(ADD, tests=ASSERTS))) == 1.0
+
+
+def test_a_run_does_not_start_without_a_sandbox() -> None:
+    with pytest.raises(ConfigError, match=r"reward 'code'.*the sandbox cannot be made here.*/nonexistent/python"):
+        load_reward("code", {"python": "/nonexistent/python"})
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": -1}, {"workers": 0}, {"score": "half"}])
