@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import importlib.util
 import inspect
 import itertools
@@ -50,13 +49,14 @@ class Isolated:
     program, however that ends.
 
     May be used from any thread and event loop. The pool has as many processes as the share with most `workers` asks
-    for, and each imports the `modules` of all shares before the clock of its first call starts.
+    for, and each calls what all shares have to `prepare` (a function of a module) before the clock of its first call
+    starts.
     """
 
-    def __init__(self, *, workers: int = 2, modules: Iterable[str] = ()) -> None:
+    def __init__(self, *, workers: int = 2, prepare: Callable[[], object] | None = None) -> None:
         if importlib.util.find_spec("pebble") is None:
             raise RewardError("pebble not installed; run: pip install 'relax-gym[rewards]'")
-        self._token = _SHARED.join(workers, tuple(modules))
+        self._token = _SHARED.join(workers, prepare)
         weakref.finalize(self, _SHARED.leave, self._token)
 
     async def call(
@@ -95,14 +95,14 @@ class _Shared:
 
     def __init__(self) -> None:
         self._lock, self._tokens = threading.RLock(), itertools.count()
-        self._wanted: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._wanted: dict[int, tuple[int, Callable[[], object] | None]] = {}
         self._users: set[int] = set()
         self._pool: ProcessPool | None = None
 
-    def join(self, workers: int, modules: tuple[str, ...]) -> int:
+    def join(self, workers: int, prepare: Callable[[], object] | None) -> int:
         with self._lock:
             token = next(self._tokens)
-            self._wanted[token] = (workers, modules)
+            self._wanted[token] = (workers, prepare)
             return token
 
     def schedule(
@@ -135,11 +135,11 @@ class _Shared:
 
         if self._pool is not None:
             _stop(self._pool)
-        modules = sorted({name for _, names in self._wanted.values() for name in names})
+        preparations = {prepare for _, prepare in self._wanted.values() if prepare is not None}
         return ProcessPool(
             max(workers for workers, _ in self._wanted.values()),
             initializer=_start,
-            initargs=[modules],
+            initargs=[preparations],
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -155,7 +155,7 @@ class IsolatedReward:
 
     def __init__(self, reward: Reward | GroupReward) -> None:
         self.reward, self.key = reward, getattr(reward, "key", None)
-        self._limits = {"seconds": getattr(reward, "seconds", SECONDS), "memory": getattr(reward, "memory", MEMORY)}
+        self._seconds, self._memory = getattr(reward, "seconds", SECONDS), getattr(reward, "memory", MEMORY)
         self._share = Isolated()
         _pickled(reward)  # tried now, before the run
 
@@ -165,7 +165,7 @@ class IsolatedReward:
 
     async def _ask(self, method: str, argument: Any) -> Any:
         payload = await asyncio.to_thread(_pickled, (self.reward, method, argument))
-        return await self._share.call(_evaluate, payload, **self._limits)
+        return await self._share.call(_evaluate, payload, seconds=self._seconds, memory=self._memory)
 
     def close(self) -> None:
         """End the processes unless others use them."""
@@ -234,10 +234,10 @@ def _stop(pool: ProcessPool) -> None:
 # ---- in the processes ------------------------------------------------------------------------------------------------
 
 
-def _start(modules: Iterable[str]) -> None:
+def _start(preparations: Iterable[Callable[[], object]]) -> None:
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    for name in modules:
-        importlib.import_module(name)
+    for prepare in preparations:
+        prepare()
 
 
 def _die_with_parent() -> None:

@@ -172,16 +172,16 @@ def test_k72_hostile_mathematics_ends_within_its_limit(answer: str) -> None:
 def test_the_processes_end_with_the_last_reward_that_used_them(pool: Isolated) -> None:
     terms = [WeightedReward(name=name, weight=1.0, reward=isolated(Does(pid))) for name in "ab"]
 
-    async def both() -> list[int]:
+    async def both() -> list[bool]:
         await score(episode("a"), terms, timeout=2 * LONG)
         pool.close()
         left = []
         for term in terms:
-            left.append(len(multiprocessing.active_children()))
+            left.append(bool(multiprocessing.active_children()))
             await close_rewards([term], timeout=LONG)
-        return [*left, len(multiprocessing.active_children())]
+        return [*left, bool(multiprocessing.active_children())]
 
-    assert asyncio.run(both()) == [1, 1, 0]
+    assert asyncio.run(both()) == [True, True, False]
 
 
 def test_killed_says_whether_time_ran_out(pool: Isolated) -> None:
@@ -191,3 +191,14 @@ def test_killed_says_whether_time_ran_out(pool: Isolated) -> None:
     with pytest.raises(Killed) as caught:
         asyncio.run(pool.call(time.sleep, LONG, seconds=0.1))
     assert caught.value.timed_out
+
+
+def prepare() -> None:
+    os.environ["PREPARED"] = str(os.getpid())
+
+
+def test_processes_are_prepared_before_their_first_call(pool: Isolated) -> None:
+    pool.close()
+    share = Isolated(prepare=prepare)
+    assert asyncio.run(share.call(os.getenv, "PREPARED", seconds=LONG)) not in (None, str(os.getpid()))
+    share.close()

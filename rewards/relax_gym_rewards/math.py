@@ -48,7 +48,7 @@ class Math:
         if importlib.util.find_spec("math_verify") is None:  # not imported: the main process has no use for it
             raise RewardError(f"{self.name} needs math_verify; run: pip install 'relax-gym[rewards]'")
         self.field, self.timeout = field, timeout
-        self._share = Isolated(workers=workers, modules=["math_verify", __name__])
+        self._share = Isolated(workers=workers, prepare=prepare)
         self._lock = threading.Lock()
         self._counts = {"timeouts": 0, "crashes": 0}
 
@@ -83,6 +83,11 @@ class Math:
     def close(self) -> None:
         """End the processes unless others use them. Idempotent; the next check starts new ones."""
         self._share.close()
+
+
+def prepare() -> None:
+    """The first check of a process takes seconds, most of them for imports; no answer shall pay for that."""
+    check(r"\boxed{\frac{1}{2}}", "0.5")
 
 
 def check(given: str, expected: str) -> str:
