@@ -15,8 +15,8 @@ import pytest
 from reward_kit import episode
 
 from relax_gym.errors import RewardError
-from relax_gym.isolation import Isolated, Killed, isolated
-from relax_gym.scoring import WeightedReward, close_rewards, score, score_group
+from relax_gym.isolation import Isolated, IsolatedGroupReward, IsolatedReward, Killed, isolated
+from relax_gym.scoring import WeightedReward, close_rewards, make_reward, score, score_group
 from relax_gym.types import Trajectory
 from relax_gym_rewards.math import Math
 
@@ -147,6 +147,11 @@ def test_groups_are_scored_there_too() -> None:
 def test_what_cannot_travel_is_refused_at_once() -> None:
     with pytest.raises(RewardError, match="define its class at the top of a module"):
         isolated(Does(lambda trajectory: 1.0))
+
+
+def test_a_run_isolates_the_rewards_that_ask_for_it() -> None:
+    assert isinstance(make_reward(Does, {"what": pid}), IsolatedReward)
+    assert isinstance(make_reward(Sizes, {}), IsolatedGroupReward)
 
 
 def test_a_reward_that_does_not_ask_for_it_stays_as_it_is() -> None:
