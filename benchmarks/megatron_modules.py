@@ -27,7 +27,7 @@ from torch import Tensor
 
 from relax_gym_trainers.megatron_learner import compat, parallel
 from relax_gym_trainers.megatron_learner.logprobs import vocab_parallel_logprobs
-from relax_gym_trainers.megatron_learner.modules import grouped, varlen
+from relax_gym_trainers.megatron_learner.modules import flash, grouped
 from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
 from relax_gym_trainers.megatron_learner.modules.experts import GroupedExperts, unstacked
 
@@ -229,7 +229,7 @@ def main() -> None:
         "threads": arguments.threads,
         "chunk": CHUNK,
         "grouped_kernel": grouped.has_kernel(probe, probe[None]),
-        "varlen_kernel": varlen.can_attend_packed(*[probe[None].expand(1, 16, 16)] * 3, None),
+        "flash_kernel": flash.can_attend_packed(*[probe[None].expand(1, 16, 16)] * 3),
         "rows": rows,
     }
     if arguments.write:

@@ -194,11 +194,13 @@ class Algorithm(BaseModel):
                 f"'env' with weight 1 (it has {weights}); weigh the other rewards against it instead"
             )
         on_policy = self.old_logprobs == "recompute" and self.correction == "none"
-        if config.train.max_staleness and on_policy and self.is_policy_gradient:
+        train = config.train
+        if not train.on_policy and on_policy and self.is_policy_gradient:
             raise ConfigError(
-                f"train.max_staleness = {config.train.max_staleness} with algorithm.old_logprobs = 'recompute' and no "
-                "correction would train on stale tokens as if they were on-policy: the ratio starts at 1 whoever "
-                "sampled them; set correction = 'tis' or 'icepop', old_logprobs = 'rollout', or max_staleness = 0"
+                f"train.max_staleness = {train.max_staleness} with update_every = {train.update_every}, "
+                "algorithm.old_logprobs = 'recompute' and no correction would train on stale tokens as if they were "
+                "on-policy: the ratio starts at 1 whoever sampled them; set correction = 'tis' or 'icepop', "
+                "old_logprobs = 'rollout', or max_staleness = 0 and update_every = 1"
             )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from relax_gym.context import RunContext
@@ -19,9 +19,14 @@ class Checkpoints:
         self._learner, self._folder = learner, folder
         self._unfinished: tuple[int, Callable[[], None]] | None = None
 
-    def begin(self, step: int) -> tuple[int, Path] | None:
-        """Step and folder of the checkpoint; None where the learner goes on writing it, for `finish` to wait for."""
+    def begin(self, step: int, files: Mapping[str, str]) -> tuple[int, Path] | None:
+        """Step and folder of the checkpoint; None where the learner goes on writing it, for `finish` to wait for.
+
+        `files` are the names and texts of what else belongs into it.
+        """
         folder = self._folder.begin_checkpoint(step)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
         if self._learner.exports_checkpoints:
             self._learner.export(folder)
         self._tokenizer.save_pretrained(folder)

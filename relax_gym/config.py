@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from relax_gym.errors import ConfigError, RelaxGymError, nearest, suggestion
+from relax_gym.config_faults import explain_fault
+from relax_gym.errors import ConfigError, RelaxGymError
 from relax_gym.overrides import apply_override
+from relax_gym.supervision_config import SupervisionConfig, TimelineConfig
 
 if TYPE_CHECKING:
     from relax_gym.algorithm import Algorithm
@@ -120,9 +121,7 @@ class RewardConfig(Section):
 class ChatConfig(Section):
     """`[chat]`: how messages become token ids."""
 
-    template: str | None = Field(
-        None, description="a Jinja chat template (or a path to one) instead of the tokenizer's"
-    )
+    template: str | None = Field(None, description="a Jinja chat template, or its path, instead of the tokenizer's")
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     strip_thinking: bool = Field(True, description="hide <think>…</think> from the environment")
     tool_role: Literal["tool", "user"] = Field("tool", description="role that tool results are rendered with")
@@ -187,10 +186,34 @@ class TrainConfig(Section):
     groups_per_step: int = Field(ge=1)
     group_size: int = Field(ge=1)
     max_staleness: int = Field(0, ge=0, description="0 is exactly on-policy; more lets rollouts run ahead of training")
+    update_every: int = Field(1, ge=1, description="steps between two publications of the weights to the sampler")
+    order: Literal["slot", "ready"] = Field(
+        "slot", description="groups of a step: its own slots, or the first that finish as far as max_staleness allows"
+    )
+    oversample: int = Field(0, ge=0, description="with 'ready', groups begun beyond those that steps take")
     max_empty_steps: int = Field(5, ge=1, description="steps in a row without any trainable token before the run stops")
     max_replacements: int = Field(
         16, ge=0, description="how often one dropped group is replaced before its slot stays empty"
     )
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether every token is trained by the weights that sampled it."""
+        return self.max_staleness == 0 and self.update_every == 1
+
+    @model_validator(mode="after")
+    def _check_order(self) -> TrainConfig:
+        if self.oversample and self.order == "slot":
+            raise ValueError(
+                f"oversample = {self.oversample} with order = 'slot', in which a step waits for all of its own groups; "
+                "set order = 'ready', or oversample = 0"
+            )
+        if self.steps % self.update_every:
+            raise ValueError(
+                f"steps = {self.steps} is no multiple of update_every = {self.update_every}: the weights of the last "
+                "steps would never be published"
+            )
+        return self
 
 
 class EvalConfig(Section):
@@ -235,8 +258,18 @@ class RunConfig(Section):
     train: TrainConfig
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    timeline: TimelineConfig = TimelineConfig()
     trackers: tuple[PluginSection, ...] = (PluginSection(name="tensorboard"),)
     warmup: WarmupConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_intervals(self) -> RunConfig:
+        k = self.train.update_every
+        for key, every in (("checkpoint.every", self.checkpoint.every), ("eval.every", self.eval.every)):
+            if every % k:
+                raise ValueError(f"{key} = {every} is no multiple of train.update_every = {k}: give one, or 0")
+        return self
 
     @model_validator(mode="after")
     def _check_rewards(self) -> RunConfig:
@@ -331,34 +364,8 @@ def validate(model: type[ModelT], data: Mapping[str, Any], *, source: str, prefi
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        lines = [_explain(model, fault, prefix) for fault in error.errors()]
+        lines = [explain_fault(model, fault, prefix) for fault in error.errors()]
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
-
-
-def _explain(model: type[BaseModel], fault: Any, prefix: str) -> str:
-    location = [str(part) for part in fault["loc"]]
-    key = ".".join(filter(None, [prefix, *location])) or "config"
-    if fault["type"] == "extra_forbidden":
-        known = _keys_at(model, fault["loc"][:-1])
-        return f"unknown key {key!r} (value {fault['input']!r}){suggestion(location[-1], known)}"
-    if fault["type"] == "missing":
-        return f"key {key!r} is missing; it is required"
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
-        match = nearest(fault["input"], re.findall(r"'([^']*)'", fault["ctx"]["expected"]))
-        message += f"; did you mean {match!r}?" if match else ""
-    value = "" if isinstance(fault["input"], Mapping) else f" = {fault['input']!r}"
-    return f"{key}{value}: {message}"
-
-
-def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation: Any = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return list(model.model_fields)
 
 
 def _check_plugins(config: RunConfig, source: str) -> None:

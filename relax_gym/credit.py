@@ -15,7 +15,7 @@ from relax_gym.trajectory import to_samples, with_advantage
 from relax_gym.types import Group, TrainingSample, Trajectory
 
 UNSCORED = "unscored"
-RESERVED_KINDS = ("train", "eval", "queued")
+RESERVED_KINDS = ("train", "eval", "queued", "late")
 """What episodes that no filter dropped are called on disk."""
 
 
@@ -87,10 +87,13 @@ def assign_credit(groups: Sequence[Group], algorithms: Sequence[Algorithm]) -> l
     return sorted(samples, key=lambda sample: order[sample.group_id])
 
 
+def group_samples(group: Group, algorithms: Sequence[Algorithm]) -> list[TrainingSample]:
+    """The samples that `assign_credit` makes of a group, whatever its batch, without their advantages."""
+    return [sample for sample, _ in _credited(group, algorithms[group.mixture])]
+
+
 def _assign_credit(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainingSample]:
-    pairs = [pair for group in groups for pair in _credit_group(group, algorithm)]
-    if algorithm.leaves_out_flat:
-        pairs = [(sample, values) for sample, values in pairs if values.any()]
+    pairs = [pair for group in groups for pair in _credited(group, algorithm)]
     samples, advantages = [sample for sample, _ in pairs], [values for _, values in pairs]
     dtype = np.float64 if algorithm.kl_reward_coef else np.float32
     if not algorithm.kl_reward_coef:
@@ -115,6 +118,12 @@ def subtract_kl(
         advantages.append(own - algorithm.kl_reward_coef * sums)
     final = _over_batch(samples, advantages[::-1], algorithm)
     return [with_advantage(sample, values) for sample, values in zip(samples, final, strict=True)]
+
+
+def _credited(group: Group, algorithm: Algorithm) -> list[tuple[TrainingSample, FloatArray]]:
+    """`_credit_group` without the samples that the algorithm leaves out."""
+    pairs = _credit_group(group, algorithm)
+    return [(sample, values) for sample, values in pairs if not algorithm.leaves_out_flat or values.any()]
 
 
 def _credit_group(group: Group, algorithm: Algorithm) -> Iterator[tuple[TrainingSample, FloatArray]]:

@@ -156,6 +156,7 @@ PANEL = (
     ("loss", "{:.4f}   gradient norm {:.3g}", ("learner/loss", "learner/grad_norm")),
     ("speed", "{:.0f} trained tokens/s   {:.1f} s a step", ("perf/tokens_per_second", "time/step")),
     ("staleness", "mean {:.2f}   max {:.0f}", ("staleness/mean", "staleness/max")),
+    ("idle", "learner {:.1f} s   sampler {:.1f} s of a step", ("time/learner_bubble", "time/sampler_bubble")),
     ("queue", "{:.0f} in flight   {:.0f} waiting", ("queue/in_flight", "queue/queued")),
 )
 """Rows of the panel: title, format, metrics it needs."""
@@ -202,6 +203,7 @@ def step_text(progress: Progress, metrics: Mapping[str, float]) -> str:
         ("loss", "learner/loss", ".4f"),
         ("tokens/s", "perf/tokens_per_second", ".0f"),
         ("lag", "staleness/max", ".0f"),
+        ("waited", "time/learner_bubble", ".1f"),
     ):
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")

@@ -7,14 +7,15 @@ import functools
 import inspect
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from relax_gym.env import Env, StepResult, attribute, check_reset, check_step
 from relax_gym.errors import EnvError
 from relax_gym.registry import make
+from relax_gym.timeline import now, span
 from relax_gym.types import Message, Task, Tool
+from relax_gym.waits import waiting
 from relax_gym.workers import Worker, WorkerThreads, WorkerTimeout, awaited, within
 
 T = TypeVar("T")
@@ -136,9 +137,10 @@ class EnvDriver:
             self._log_failing_close()
 
     async def _run(self, what: str, call: Awaitable[T]) -> T:
-        start = time.perf_counter()
+        start, who = now(), f"env {self.task.env_id}, seed {self.task.seed}"
         try:
-            return await call
+            with waiting(f"{what}()", who, self._timeout), span("env", call=what):
+                return await call
         except WorkerTimeout as error:
             late = TimeoutError(f"{what} took longer than rollout.step_timeout = {self._timeout:g} s")
             raise EnvFailure(late, timed_out=True) from error
@@ -150,7 +152,7 @@ class EnvDriver:
         except (Exception, SystemExit) as error:
             raise EnvFailure(error) from error
         finally:
-            self.seconds = time.perf_counter() - start
+            self.seconds = now() - start
 
     async def _call(self, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         if inspect.iscoroutinefunction(method):

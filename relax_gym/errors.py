@@ -62,6 +62,18 @@ class TrainingError(RelaxGymError):
     """Training cannot go on: no trainable tokens step after step, or a non-finite loss."""
 
 
+class StuckError(TrainingError):
+    """Something took longer than `[supervision]` allows; names it."""
+
+
+class Stopped(RelaxGymError):
+    """A signal ended the run, and everything is saved that had been finished. `signal` is its number."""
+
+    def __init__(self, signal: int, message: str) -> None:
+        self.signal = signal
+        super().__init__(message)
+
+
 def reason(error: BaseException) -> str:
     """The message of an error, with its type unless it is one that was written for the user."""
     return str(error) if isinstance(error, RelaxGymError) else f"{type(error).__name__}: {error}"

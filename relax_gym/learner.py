@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_gym.errors import RunFolderError
 from relax_gym.sampler import Weights
-from relax_gym.types import Batch, Metrics
+from relax_gym.types import Batch, Metrics, TrainingSample
 
 
 class Learner(ABC):
     """Owns the weights. All methods block and are called from one worker thread at a time, never the event loop."""
 
     version: int = 0
-    """Optimizer steps taken; the policy version of the weights `weights()` gives."""
+    """Steps taken. The policy version of the weights is that divided by `train.update_every`, rounded down."""
     exports_checkpoints: bool = True
     """Whether checkpoints are model folders, too. Else `export_checkpoint` makes one of them when it is wanted."""
 
@@ -24,6 +24,13 @@ class Learner(ABC):
         """One update on the global batch; raises `version` by one. Samples without advantage may be skipped.
 
         The gradient does not depend on how the batch is cut into micro-batches or spread over ranks.
+        """
+
+    def prepare(self, samples: Sequence[TrainingSample]) -> None:  # noqa: B027 (most learners have nothing to prepare)
+        """Samples of one group that the next `step` is likely to have, their advantages still 0: do what can be done.
+
+        Called while that step waits for other groups, after the weights were published. `step` must give the same, bit
+        for bit, without it, and with other samples than were prepared.
         """
 
     @abstractmethod

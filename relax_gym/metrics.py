@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from relax_gym.types import FinishReason, Metrics, TrainingSample, Trajectory
+from relax_gym.types import FinishReason, Group, Metrics, TrainingSample, Trajectory
 
 log = logging.getLogger("relax_gym")
 
@@ -106,3 +106,13 @@ def staleness_metrics(samples: Sequence[TrainingSample], version: int) -> Metric
     values, counts = np.unique(lag, return_counts=True)
     out.update({f"staleness/tokens_lag_{value}": float(n) for value, n in zip(values, counts, strict=True)})
     return out
+
+
+def consumed_shares(groups: Sequence[Group], envs: Sequence[str]) -> Metrics:
+    """Each env's share of the groups of a step, by their mixture's env ids; nothing if all are of one env."""
+    counts = dict.fromkeys(envs, 0)
+    for group in groups:
+        counts[envs[group.mixture]] += 1
+    if len(counts) == 1 or not groups:
+        return {}
+    return {f"queue/consumed_share/{env}": count / len(groups) for env, count in counts.items()}

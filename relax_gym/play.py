@@ -16,6 +16,7 @@ from relax_gym.reward import is_group_reward
 from relax_gym.rollout import Limits, Turnstile, rollout
 from relax_gym.sampler import Sampler, SamplingParams, Session
 from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score, score_group
+from relax_gym.timeline import episode_row, span
 from relax_gym.types import Metrics, Task, Trajectory
 from relax_gym.workers import WorkerThreads
 
@@ -76,14 +77,19 @@ class Player:
         running = len(episodes)
 
         async def one(episode: Episode, session: Session) -> Trajectory:
+            with episode_row(episode.id):
+                return await play_one(episode, session)
+
+        async def play_one(episode: Episode, session: Session) -> Trajectory:
             nonlocal running
             trajectory = await self._rollout(episode, lambda driver: session, greedy)
             running -= 1
             if running:
                 session.close()
-            scored = await score(
-                trajectory, self._rewards, timeout=self._config.reward_timeout, threads=self._reward_threads
-            )
+            with span("reward"):
+                scored = await score(
+                    trajectory, self._rewards, timeout=self._config.reward_timeout, threads=self._reward_threads
+                )
             if not together:
                 on_end(scored)
             return scored

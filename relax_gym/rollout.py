@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,9 @@ from relax_gym.errors import MediaError, TemplateError
 from relax_gym.media.loader import MediaLoader
 from relax_gym.sampler import SamplingParams, Session
 from relax_gym.tasks import derive_seed
+from relax_gym.timeline import now, span
 from relax_gym.types import EpisodeError, FinishReason, Message, StopReason, Task, Trajectory, Turn
+from relax_gym.waits import waiting
 from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ async def rollout(
     """
     episode = _Episode(task, open_session, renderer, params, limits, threads, loader, turnstile or Turnstile())
     error: EpisodeError | None = None
+    start = now()
     try:
         async with asyncio.timeout(limits.episode_timeout) as clock:
             stop = await episode.play()
@@ -96,6 +98,7 @@ async def rollout(
         final_observation=tuple(episode.observation),
         info=episode.info,
         error=error,
+        seconds=now() - start,
     )
 
 
@@ -166,9 +169,10 @@ class _Episode:
             max_new_tokens=min(self._params.max_new_tokens, room),
             seed=None if self._params.seed is None else derive_seed(self._params.seed, len(self.turns)),
         )
-        start = time.perf_counter()
-        completion = await session.generate(conversation.token_ids, params, conversation.media)
-        seconds = time.perf_counter() - start
+        start, turn, task = now(), len(self.turns), self.driver.task
+        with waiting("the sampler", f"env {task.env_id}, seed {task.seed}, turn {turn}"), span("sample", turn=turn):
+            completion = await session.generate(conversation.token_ids, params, conversation.media)
+        seconds = now() - start
         text = self._renderer.decode(completion.token_ids)
         conversation.complete(completion.token_ids, text)
         return Turn(

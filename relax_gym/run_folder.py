@@ -29,7 +29,7 @@ from relax_gym.redaction import mask_text, masked
 from relax_gym.types import Group, Trajectory
 
 log = logging.getLogger("relax_gym")
-MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "trackers"}
+MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "timeline", "trackers"}
 PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
 UNFINISHED = ".unfinished-"
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
@@ -141,7 +141,9 @@ class RunFolder:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(self._checkpoints / f"{UNFINISHED}{step:06d}", final)
         for _, old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old)
+            leaving = self._checkpoints / f"{UNFINISHED}{old.name}"  # half of a checkpoint must not look like one
+            os.replace(old, leaving)
+            shutil.rmtree(leaving)
         return final
 
     def checkpoints(self) -> list[tuple[int, Path]]:

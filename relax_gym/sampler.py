@@ -83,6 +83,14 @@ class Sampler(ABC):
     def max_context(self) -> int:
         """Most tokens (prompt and completion together) that one request may have."""
 
+    @property
+    def capacity(self) -> int | None:
+        """Tokens (prompt and completion) of all requests together that there is memory for; None: no known limit.
+
+        It may change, and is asked for as groups of episodes end: no more are begun than should fit.
+        """
+        return None
+
     @abstractmethod
     async def start(self) -> None:
         """Load what is needed to serve. Called once."""

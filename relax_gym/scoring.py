@@ -21,6 +21,7 @@ from relax_gym.errors import RelaxGymError, RewardError, suggestion
 from relax_gym.isolation import isolated
 from relax_gym.reward import GroupReward, Reward, is_group_reward
 from relax_gym.types import Metrics, Trajectory
+from relax_gym.waits import waiting
 from relax_gym.workers import WorkerThreads, WorkerTimeout
 
 log = logging.getLogger("relax_gym")
@@ -189,7 +190,9 @@ async def _ask(term: WeightedReward, trajectory: Trajectory, timeout: float, thr
         return _Outcome(failure="it scores groups, and this episode was in none")
     reward: Any = term.reward
     try:
-        return _outcome(term, trajectory, await _call(reward, trajectory, timeout, threads))
+        with waiting(f"reward {term.name}", f"episode {trajectory.episode_id}", timeout):
+            value = await _call(reward, trajectory, timeout, threads)
+        return _outcome(term, trajectory, value)
     except Exception as error:
         return _Outcome(failure=_reason(error, timeout))
 
@@ -200,7 +203,8 @@ async def _ask_group(
     """One outcome for each, whatever the reward does."""
     reward: Any = term.reward
     try:
-        values = await _call(reward.score_group, trajectories, timeout, threads)
+        with waiting(f"reward {term.name}", f"group of episode {trajectories[0].episode_id}", timeout):
+            values = await _call(reward.score_group, trajectories, timeout, threads)
         if not isinstance(values, Sequence) or len(values) != len(trajectories):
             raise RewardError(
                 f"score_group returned {values!r:.100} for {len(trajectories)} episodes; it must return a list with "

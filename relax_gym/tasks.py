@@ -66,6 +66,10 @@ class TaskSource:
             mixture=index,
         )
 
+    def mixture(self, slot: int) -> int:
+        """The index of the `[[env]]` that a slot plays, whatever its attempt."""
+        return self._choose(slot)[0]
+
     def eval_tasks(self) -> list[Task]:
         """The held-out tasks, the same ones at every evaluation."""
         tasks = []

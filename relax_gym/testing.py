@@ -1,7 +1,8 @@
 """The kit for testing envs, rewards and whatever drives them: no model, no GPU, no torch.
 
 `check_env` and `check_reward` check contracts; `ScriptedSampler` and `RecordingLearner` stand in for the expensive
-parts of a run and keep a record of what they were asked.
+parts of a run and keep a record of what they were asked. `SimulatedLoop`, `SimulatedEngine` and `SimulatedLearner` run
+the real loop in simulated time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from relax_gym.errors import ModelError, SamplerError
 from relax_gym.learner import Learner
 from relax_gym.reward_conformance import check_reward
 from relax_gym.sampler import Sampler, SamplingParams, Session, Weights
-from relax_gym.types import Batch, Completion, FinishReason, Metrics, Placed
+from relax_gym.simulation import SimulatedEngine, SimulatedLoop, heavy_tailed
+from relax_gym.types import Batch, Completion, FinishReason, Metrics, Placed, TrainingSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,9 +30,13 @@ __all__ = [
     "RecordingLearner",
     "ScriptedRequest",
     "ScriptedSampler",
+    "SimulatedEngine",
+    "SimulatedLearner",
+    "SimulatedLoop",
     "assert_env",
     "check_env",
     "check_reward",
+    "heavy_tailed",
     "tiny_tokenizer",
 ]
 
@@ -285,6 +291,26 @@ class RecordingLearner(Learner):
     def close(self) -> None:
         """Counted in `closed`."""
         self.closed += 1
+
+
+class SimulatedLearner(RecordingLearner):
+    """Takes `step_seconds(batch)` of a loop's simulated time for a step, and `prepare_seconds` to prepare a group."""
+
+    def __init__(
+        self, loop: SimulatedLoop, step_seconds: Callable[[Batch], float], *, prepare_seconds: float = 0.0
+    ) -> None:
+        super().__init__()
+        self._loop, self._step_seconds, self._prepare_seconds = loop, step_seconds, prepare_seconds
+
+    def prepare(self, samples: Sequence[TrainingSample]) -> None:
+        """Sleep."""
+        if self._prepare_seconds:
+            self._loop.sleep(self._prepare_seconds)
+
+    def step(self, batch: Batch) -> Metrics:
+        """Sleep, then keep the batch."""
+        self._loop.sleep(self._step_seconds(batch))
+        return super().step(batch)
 
 
 def _write_version(path: Path, version: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter, defaultdict
+import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +17,21 @@ from relax_gym.checkpoints import Checkpoints
 from relax_gym.cleanup import Cleanup, closed_on_failure
 from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
-from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, drop_reason
+from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, group_samples
 from relax_gym.curve import draw_curve
-from relax_gym.errors import TrainingError, first_cause
+from relax_gym.errors import Stopped, TrainingError, first_cause
 from relax_gym.evaluate import evaluate
 from relax_gym.learner import Learner
-from relax_gym.metrics import episode_metrics, merged, staleness_metrics
-from relax_gym.play import Episode, close_sessions
+from relax_gym.meters import StepClock
+from relax_gym.metrics import consumed_shares, episode_metrics, merged, staleness_metrics
 from relax_gym.plugins import plugins
+from relax_gym.producer import Producer
 from relax_gym.redaction import check_secrets
-from relax_gym.rollout_queue import RolloutQueue
+from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
-from relax_gym.sampler import Session
-from relax_gym.tasks import derive_seed
+from relax_gym.stopping import LeftUndone, Stopping
+from relax_gym.supervision import Supervisor
+from relax_gym.timeline import Timeline, count, learner_span
 from relax_gym.types import Batch, Group, Metrics, Trajectory
 from relax_gym.warmup import demonstrations
 from relax_gym.workers import Streamed, Worker
@@ -51,6 +53,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     """Run a config to its end in this process.
 
     Raises:
+        Stopped: by SIGTERM or SIGINT, once a checkpoint is saved. A second signal ends the process at once.
         RelaxGymError: anything the user can act on; the run folder keeps all that was finished.
     """
     check_secrets(config)
@@ -97,36 +100,32 @@ class Trainer:
         self._checkpoint = checkpoint
         self._hook = plugins().hook
         self._player = parts.player()
-        self._queue = RolloutQueue(
-            groups_per_step=self._config.train.groups_per_step,
-            max_staleness=self._config.train.max_staleness,
-            first_step=self._start,
-            last_step=self._config.train.steps,
-        )
+        self._producer = Producer(parts, self._player, folder, self._episode_ended, checkpoint)
+        self._queue = self._producer.queue
         self._evaluations: list[tuple[int, Metrics]] = []
         self._metrics: Metrics = {}
         self._checkpoints = Checkpoints(parts.context, learner, folder)
         self._empty_steps = 0
         self._last_error = ""
-        self._loop_lag = 0.0
-        self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self._done = self._saved = self._start
+        self._stopping = Stopping()
+        self._supervisor = Supervisor(self._config.supervision, folder.path, self._facts)
 
     async def run(self) -> RunResult:
         """Warm up, then train to the last step. Whatever happens, everything is closed and no finished group lost."""
         async with Cleanup() as cleanup:
+            cleanup.enter_context(self._stopping.listening())
+            await cleanup.enter_async_context(self._supervisor)
+            cleanup.enter_context(Timeline(self._folder.path, self._config.timeline.max_mib))
             cleanup.add(self._folder.close)
-            await self._begin(cleanup)
-            if self._start == 0:
-                await self._warm_up()
-            await self._publish()  # always before the first rollout: a resumed sampler would wait for ever otherwise
-            if self._start == 0:
-                await self._evaluate_and_log()
+            try:
+                await self._stopping.unless_asked(self._start_up(cleanup))
+            except LeftUndone:
+                raise self._stopped() from None
             async with asyncio.TaskGroup() as tasks:
-                lag = tasks.create_task(self._watch_loop())
-                tasks.create_task(self._produce())
+                tasks.create_task(self._producer.run())
                 for step in range(self._start, self._config.train.steps):
-                    await self._step(step)
-                lag.cancel()
+                    await self._step_or_stop(step)
         return RunResult(
             run_dir=self._folder.path,
             steps=self._config.train.steps,
@@ -134,98 +133,57 @@ class Trainer:
             evaluations=self._evaluations,
         )
 
+    async def _start_up(self, cleanup: Cleanup) -> None:
+        await self._begin(cleanup)
+        if self._start == 0:
+            await self._warm_up()
+        await self._publish()  # always before the first rollout: a resumed sampler would wait for ever otherwise
+        if self._start == 0:
+            await self._evaluate_and_log()
+
     async def _begin(self, cleanup: Cleanup) -> None:
         """Start what was built; only then is the run folder in use. What is closed first is added last."""
-        context = self._parts.context
+        context, close, wait = self._parts.context, self._supervisor.close, self._supervisor.wait
         cleanup.add(self._thread.stop)
-        cleanup.add(partial(self._thread.call, self._learner.close))  # after what the thread still does, e.g. a save
+        closing = partial(self._thread.call, self._learner.close)  # after what the thread still does, e.g. a save
+        cleanup.add(partial(close, "the learner", closing))
         for tracker in self._trackers:
             cleanup.add(tracker.close)
-        cleanup.add(self._player.aclose)
-        cleanup.add(self._parts.sampler.aclose)
+        cleanup.add(partial(close, "envs and rewards", self._player.aclose))
+        cleanup.add(partial(close, "the sampler", self._parts.sampler.aclose))
         if self._checkpoint is not None:
-            await self._thread.call(self._learner.load, self._checkpoint)
-        await self._parts.sampler.start()
+            loading = self._thread.call(self._learner.load, self._checkpoint)
+            await wait(f"the learner, to load {self._checkpoint.name}", "start", loading)
+        await wait("the sampler, to start", "start", self._parts.sampler.start())
         self._folder.begin(self._start)
+        self._producer.begin(resumed=self._checkpoint is not None)
         cleanup.add(partial(self._hook.on_run_end, context=context))
-        cleanup.add(partial(self._call_checkpoint, self._checkpoints.finish))
-        cleanup.add(self._keep_waiting_groups)
+        cleanup.add(partial(close, "a checkpoint", partial(self._call_checkpoint, self._checkpoints.finish)))
+        cleanup.add(self._producer.keep_waiting)
         self._hook.on_run_start(context=context)
-
-    def _keep_waiting_groups(self) -> None:
-        for group in self._queue.waiting():
-            self._folder.add_group(self._step_of(group.slot), group, kind="queued")
 
     def draw_curve(self) -> None:
         """Draw the metrics so far, if there are any."""
         if self._folder.metrics_path.exists():
             draw_curve(self._folder.metrics_path, self._folder.path / "reward.png")
 
-    # Rollouts --------------------------------------------------------------------------------------------------------
-
-    async def _produce(self) -> None:
-        """Start a group for every slot the queue admits. A slot's sessions open before anything is awaited."""
-        async with asyncio.TaskGroup() as groups:
-            while (slot := await self._queue.admit()) is not None:
-                groups.create_task(self._fill(slot, self._player.open_sessions(self._config.train.group_size)))
-
-    async def _fill(self, slot: int, sessions: list[Session]) -> None:
-        """Play a slot's group; while a filter drops it, play another task in its place."""
-        replacements = self._config.train.max_replacements
-        try:
-            for attempt in range(replacements + 1):
-                group = await self._play_group(slot, attempt, sessions)
-                reason = self._drop_reason(group)
-                if reason is None:
-                    return await self._queue.put(slot, group)
-                self._record_drop(self._step_of(slot), group, reason)
-                if attempt < replacements:  # open the next before closing these: see Player.play
-                    finished, sessions = sessions, self._player.open_sessions(len(sessions))
-                    close_sessions(finished)
-            await self._queue.drop(slot, "no replacement left")
-        finally:
-            close_sessions(sessions)
-
-    def _drop_reason(self, group: Group) -> str | None:
-        try:
-            return drop_reason(group, self._parts.algorithms[group.mixture])
-        except BaseException:  # the user's filter; the group is finished, and in no other hands yet
-            self._folder.add_group(self._step_of(group.slot), group, kind="queued")
-            raise
-
-    async def _play_group(self, slot: int, attempt: int, sessions: list[Session]) -> Group:
-        seed = self._config.seed
-        task = self._parts.tasks.task(slot, attempt)
-        group_id = f"{slot}" if attempt == 0 else f"{slot}r{attempt}"
-        episodes = [
-            Episode(id=f"{group_id}-{index}", task=task, seed=derive_seed(seed, "sample", slot, attempt, index))
-            for index in range(self._config.train.group_size)
-        ]
-        ended = partial(self._episode_ended, self._step_of(slot), False)
-        trajectories = await self._player.play(episodes, sessions, on_end=ended)
-        return Group(group_id=group_id, slot=slot, attempt=attempt, trajectories=tuple(trajectories))
-
-    def _record_drop(self, step: int, group: Group, reason: str) -> None:
-        self._folder.add_group(step, group, kind=reason)
-        self._dropped[step][reason] += 1
+    # Training --------------------------------------------------------------------------------------------------------
 
     def _filter_batch(self, step: int, groups: list[Group]) -> list[Group]:
         """The groups that stay when those of a step are compared with each other; the rest are not replaced."""
         reasons = batch_drop_reasons(groups, self._parts.algorithms)
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
-                self._record_drop(step, group, reason)
+                self._queue.leave_out(group, reason)
+                self._producer.record_drop(step, group, reason)
         return [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
-
-    def _step_of(self, slot: int) -> int:
-        return slot // self._config.train.groups_per_step + 1
 
     def _episode_ended(self, step: int, evaluation: bool, trajectory: Trajectory) -> None:
         if trajectory.error is not None:
             self._last_error = trajectory.error.message
+        if not evaluation:
+            self._producer.meter.episode(trajectory)
         self._hook.on_episode_end(step=step, trajectory=trajectory, evaluation=evaluation)
-
-    # Training --------------------------------------------------------------------------------------------------------
 
     async def _warm_up(self) -> None:
         config = self._config.warmup
@@ -235,40 +193,72 @@ class Trainer:
         async for shown in steps:
             if not shown.batch.samples:
                 raise TrainingError("[warmup] every expert episode failed; see run.log and try `relax-gym envs check`")
-            learner = await self._thread.call(partial(self._learner.imitate, shown.batch, lr=config.lr))
+            imitating = self._thread.call(partial(self._learner.imitate, shown.batch, lr=config.lr))
+            learner = await self._supervisor.wait("the learner, to imitate", "learner", imitating)
             self._hook.on_warmup_step(step=shown.step, metrics={**learner, "episode/errors": shown.errors})
 
     async def _publish(self) -> None:
         with closing(Streamed(self._thread, self._learner.weights)) as weights:  # too many to have all at once
-            await self._parts.sampler.update_weights(weights, self._learner.version)
+            version = self._version_at(self._learner.version)
+            updating = self._parts.sampler.update_weights(weights, version)
+            await self._supervisor.wait(f"the publication of version {version}", "publish", updating)
+        count("version", sampler=version)
+
+    def _version_at(self, steps: int) -> int:
+        """The policy version after so many steps: the last one that was published by then."""
+        return steps // self._config.train.update_every
+
+    async def _collect(self, step: int, clock: StepClock) -> list[Group]:
+        """The groups of a step. While it waits for the last ones, the learner prepares those that are there."""
+        seen: set[int] = set()
+        while (group := await self._queue.next_finished(seen)) is not None:
+            seen.add(group.slot)
+            preparing = self._thread.call(self._prepare, group)
+            with clock.part("prepare"):
+                await self._supervisor.wait(f"the learner, to prepare group {group.group_id}", "learner", preparing)
+        groups = await self._queue.get(step)
+        self._producer.count()
+        return groups
+
+    def _prepare(self, group: Group) -> None:
+        self._learner.prepare(group_samples(group, self._parts.algorithms))
 
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
-        clock = _Clock()
-        played = await self._queue.get(step)
+        clock = StepClock()
+        self._producer.meter.step_begins()
+        waiting = self._supervisor.wait(f"the groups of step {step + 1}", "rollout", self._collect(step, clock))
+        leave = step % self._config.train.update_every == 0  # else its checkpoint would be of weights never published
+        played = await (self._stopping.unless_asked(waiting) if leave else waiting)
         groups = self._filter_batch(step + 1, played)
         clock.lap("rollout_wait")
         for group in groups:  # before anything can fail
             self._folder.add_group(step + 1, group, kind="train")
+        self._producer.kept.take(step + 1, played)
         samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
-        dropped = self._dropped.pop(step + 1, Counter[str]())
+        dropped = self._producer.take_dropped(step + 1)
         self._check_trainable(step, trajectories, dropped)
-        batch = Batch(version=step, samples=samples)
+        batch = Batch(version=self._version_at(step), samples=samples)
         self._hook.on_batch(batch=batch)
-        if self._config.train.max_staleness == 0:  # otherwise the next rollouts have begun
+        if self._queue.idle:  # otherwise the next rollouts have begun
+            await self._producer.settle()
             await self._parts.sampler.rest()
-        learner = await self._thread.call(self._learner.step, batch)
+        training = self._thread.call(self._learner.step, batch)
+        learner = await self._supervisor.wait(f"the learner's step {step + 1}", "learner", training)
         clock.lap("train")
-        await self._publish()
+        if (step + 1) % self._config.train.update_every == 0:
+            await self._publish()
         clock.lap("publish")
         metrics = {
             **merged(episode_metrics(trajectories), self._engine_metrics()),
-            **staleness_metrics(samples, step),
+            **staleness_metrics(samples, batch.version),
             **{f"learner/{key}": value for key, value in learner.items()},
             **{f"queue/dropped_{reason}": count for reason, count in dropped.items()},
+            **consumed_shares(groups, [env.id for env in self._config.env]),
             "queue/empty_slots": self._config.train.groups_per_step - len(groups),
             **clock.metrics(batch.trained_tokens),
+            **self._producer.meter.metrics(),
         }
         await self._finish_step(step + 1, metrics)
 
@@ -281,17 +271,39 @@ class Trainer:
         self._hook.on_step_end(step=step, metrics=metrics)
         await self._call_checkpoint(self._checkpoints.finish)  # written while this step ran
         if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-            await self._call_checkpoint(partial(self._checkpoints.begin, step))
-        if last:
+            await self._save(step, whole=last)
+        self._done = step
+        await self._queue.advance(self._version_at(step))
+
+    async def _save(self, step: int, *, whole: bool) -> None:
+        self._saved = step
+        await self._call_checkpoint(partial(self._checkpoints.begin, step, self._producer.slots_file(step)))
+        if whole:
             await self._call_checkpoint(self._checkpoints.finish)
-        await self._queue.advance(step)
+
+    async def _step_or_stop(self, step: int) -> None:
+        """The step after `step` others; Stopped where the run is to end after it, or instead of it."""
+        with suppress(LeftUndone), learner_span("step", number=step + 1):
+            await self._step(step)
+        at_version = self._done % self._config.train.update_every == 0
+        if not self._stopping.asked or not at_version or self._done == self._config.train.steps:
+            return
+        if self._saved != self._done:
+            await self._save(self._done, whole=True)
+        await self._call_checkpoint(self._checkpoints.finish)
+        raise self._stopped()
+
+    def _stopped(self) -> Stopped:
+        number = self._stopping.signal or signal.SIGTERM
+        kept = f"after step {self._done}, which is saved" if self._done else "before its first step was trained"
+        return Stopped(number, f"stopped by {signal.Signals(number).name} {kept}")
 
     def _check_trainable(self, step: int, trajectories: list[Trajectory], dropped: Counter[str]) -> None:
         """Silence is not progress: end the run when nothing was sampled, unless a filter wanted it so.
 
         An algorithm that keeps none of what was sampled is no fault.
         """
-        filtered = dropped.keys() - {UNSCORED}
+        filtered = dropped.keys() - {UNSCORED, LATE}
         if filtered or any(turn.completion.token_ids for trajectory in trajectories for turn in trajectory.turns):
             self._empty_steps = 0
             return
@@ -312,7 +324,9 @@ class Trainer:
     async def _evaluate(self, step: int) -> Metrics:
         ended = partial(self._episode_ended, step, True)
         greedy = self._config.eval.greedy
-        result = await evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
+        playing = evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
+        with learner_span("evaluate"):
+            result = await self._supervisor.wait("the episodes of an evaluation", "rollout", playing)
         self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
         self._player.reward_metrics()
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
@@ -327,7 +341,7 @@ class Trainer:
         out: Metrics = {"queue/in_flight": self._queue.in_flight, "queue/queued": self._queue.queued}
         out |= {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
         out |= self._player.reward_metrics()
-        out["perf/loop_lag_max"], self._loop_lag = self._loop_lag, 0.0
+        out["perf/loop_lag_max"] = self._supervisor.last_lag()
         return out
 
     def _log(self, step: int, metrics: Metrics) -> None:
@@ -338,33 +352,24 @@ class Trainer:
 
     async def _call_checkpoint(self, part: Callable[[], tuple[int, Path] | None]) -> None:
         """Call a part of the writing of a checkpoint in the learner's thread; say so when one is whole after it."""
-        written = await self._thread.call(part)
+        with learner_span("checkpoint"):
+            written = await self._supervisor.wait("a checkpoint", "checkpoint", self._thread.call(part))
         if written is not None:
             step, folder = written
+            self._producer.kept.saved(step)
             self._hook.on_checkpoint(step=step, folder=folder)
 
-    async def _watch_loop(self) -> None:
-        """Measure how late the event loop is: a blocking call anywhere shows up here."""
-        while True:
-            start = time.perf_counter()
-            await asyncio.sleep(0.05)
-            self._loop_lag = max(self._loop_lag, time.perf_counter() - start - 0.05)
-
-
-class _Clock:
-    """Seconds between laps."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._laps: Metrics = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self._laps[f"time/{name}"], self._last = now - self._last, now
-
-    def metrics(self, tokens: int) -> Metrics:
-        total = self._last - self._start
-        return {**self._laps, "time/step": total, "perf/tokens_per_second": tokens / total if total else 0.0}
+    def _facts(self) -> dict[str, object]:
+        """What status.json says beside waits."""
+        account = self._queue.account()
+        return {
+            "step": self._done,
+            "steps": self._config.train.steps,
+            "saved_step": self._saved,
+            "version": self._version_at(self._done),
+            "queue": {**asdict(account), "dropped": dict(account.dropped)},
+            "last_error": self._last_error or None,
+        }
 
 
 @contextmanager

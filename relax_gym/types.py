@@ -137,7 +137,8 @@ class Trajectory:
 
     `reward_failures` says why, for each name that is None in `rewards`. `reward_parts` are the other numbers of rewards
     that return a mapping, as `name/key`; they are logged and do not count. `reward_turns` has the weighted numbers of
-    rewards that give one for each turn; their sums are in `rewards`.
+    rewards that give one for each turn; their sums are in `rewards`. `seconds` is how long the episode took until its
+    env was closed.
     """
 
     task: Task
@@ -151,6 +152,7 @@ class Trajectory:
     reward_turns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     error: EpisodeError | None = None
+    seconds: float = 0.0
 
     @property
     def env_return(self) -> float:

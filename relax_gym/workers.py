@@ -13,9 +13,13 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from concurrent import futures
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 log = logging.getLogger("relax_gym")
+in_threads: WeakSet[asyncio.Future[Any]] = WeakSet()
+"""The calls of workers that somebody waits for: a loop whose time is simulated must not jump while they work."""
+CLOSED = "asked for more than there was time for: the items are closed"
 
 
 class WorkerTimeout(TimeoutError):
@@ -49,6 +53,7 @@ class Worker:
         """Run `function(*args)` here. Raises WorkerTimeout when it takes longer; the thread then is still busy."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        in_threads.add(future)
         self._jobs.put(functools.partial(_run, functools.partial(function, *args), loop, future))
         return await within(timeout, future)
 
@@ -69,12 +74,14 @@ class Worker:
 class Streamed(Iterator[T]):
     """Items that are computed in a worker's thread, each when it is asked for. Whoever asks waits: not an event loop.
 
-    After `close` none is computed any more, so that nobody waits for a worker that has stopped.
+    After `close` none is computed any more, and nobody waits: neither for a worker that has stopped nor for one that is
+    stuck.
     """
 
     def __init__(self, worker: Worker, make: Callable[[], Iterable[T]]) -> None:
         self._worker, self._make = worker, make
         self._items: Iterator[T] | None = None
+        self._answer: futures.Future[list[T]] | None = None
         self._lock, self._closed = threading.Lock(), False
 
     def __next__(self) -> T:
@@ -82,7 +89,8 @@ class Streamed(Iterator[T]):
         answer: futures.Future[list[T]] = futures.Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("asked for more than there was time for: the items are closed")
+                raise RuntimeError(CLOSED)
+            self._answer = answer
             self._worker.post(functools.partial(self._compute, answer))
         for item in answer.result():
             return item
@@ -93,14 +101,20 @@ class Streamed(Iterator[T]):
             if self._items is None:
                 self._items = iter(self._make())
             answer.set_result(list(itertools.islice(self._items, 1)))
+        except futures.InvalidStateError:  # nobody has waited any more
+            pass
         except BaseException as error:
-            answer.set_exception(error)
+            with contextlib.suppress(futures.InvalidStateError):
+                answer.set_exception(error)
 
     def close(self) -> None:
         """Leave the rest; what is being computed is finished. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._worker.post(self._drop)
+                if self._answer is not None:
+                    with contextlib.suppress(futures.InvalidStateError):  # it is there already
+                        self._answer.set_exception(RuntimeError(CLOSED))
             self._closed = True
 
     def _drop(self) -> None:

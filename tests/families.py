@@ -355,13 +355,15 @@ FAMILIES: dict[str, Callable[[int], Parts]] = {
 
 
 @functools.cache
-def folder(name: str, groups: int = 1) -> Path:
-    """The family's model folder, built once in a process and removed at its end; `groups` are its heads of keys."""
+def folder(name: str, groups: int = 1, layers: int = 2) -> Path:
+    """The family's model folder, built once in a process and removed at its end; `groups` are its heads of keys,
+    `layers` the decoder's."""
     path = Path(tempfile.mkdtemp(prefix=f"relax-gym-{name}-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     torch.manual_seed(0)
     parts = FAMILIES[name](1)
-    parts.config.get_text_config().num_key_value_heads = groups
+    text = parts.config.get_text_config()
+    text.num_key_value_heads, text.num_hidden_layers = groups, layers
     model = parts.model(parts.config)
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() >= 2:  # what begins at 0 would hide the images

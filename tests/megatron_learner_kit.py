@@ -86,6 +86,10 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
+Expected = Callable[[str, Case], Outcome]
+"""What the torch learner finds with a model of that name."""
+
+
 def outcome(trainer: Any, case: Case) -> Outcome:
     metrics = [trainer.imitate(batch, lr=1e-2) for batch in case.imitated]
     metrics += [trainer.step(batch) for batch in case.steps]

@@ -46,7 +46,7 @@ def imitate(folder: Path, seed: int, model: dict[str, Any], **warmup: Any) -> Pa
     return folder / "checkpoints" / "step-000001"
 
 
-@pytest.fixture(scope="module", params=[0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2))])
+@pytest.fixture(scope="module", params=[0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """Seed, and a model that has imitated an expert half of whose guesses are random."""
     model = {"name": "tiny-qwen3", "kwargs": {"hidden_size": 64, "num_layers": 2, "seed": request.param}}
@@ -63,7 +63,13 @@ def options(name: str, start: tuple[int, Path], tmp_path: Path) -> dict[str, Any
     return {"teacher": str(imitate(tmp_path / "teacher", seed, {"name": str(model)}, steps=150))}
 
 
-@pytest.mark.parametrize("name", [*NAMES, "opd"])
+ALWAYS = ("grpo", "gspo", "sapo")
+"""Continuous integration trains with these."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.long) for name in (*NAMES, "opd")]
+)
 def test_held_out_reward_rises(name: str, options: dict[str, Any], start: tuple[int, Path], tmp_path: Path) -> None:
     seed, model = start
     # Two updates a step take the policy away from the one that sampled, where the losses differ. RLOO allows one.

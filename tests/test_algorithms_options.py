@@ -143,7 +143,7 @@ ICEPOP = {"name": "grpo", "correction": "icepop", "old_logprobs": "recompute"}
         ({"name": "grpo", "filter": "math:pi"}, {}, "algorithm.filter = 'math:pi': is a float; give a function"),
         ({"name": "dapo", "overlong_range": [16, 20]}, {}, "overlong_range = [16, 20] punishes nothing"),
         ({"name": "dapo", "overlong_range": [8, 8]}, {}, "start must be below end and below 16"),
-        ({"name": "rloo"}, {"train": {"max_staleness": 1}}, "train.max_staleness = 1 would train on stale tokens"),
+        ({"name": "rloo"}, {"train": {"max_staleness": 1}}, "max_staleness = 1 with update_every = 1 would train on"),
         ({"name": "rloo"}, {"learner": {"name": "torch", "epochs": 2}}, "learner.epochs must be 1"),
         (TIS, {"learner": {"name": "torch", "updates_per_step": 2}}, "learner.updates_per_step must be 1"),
         (

@@ -187,7 +187,6 @@ def test_envs_refuse_bad_input(capsys, arguments: list[str], expected: str) -> N
     assert expected in out + err
 
 
-
 def test_plugins_list(capsys) -> None:
     code, out, _ = run(capsys, "plugins", "list")
     assert code == 0

@@ -285,7 +285,7 @@ def calls_it_eval(group):
 
 def test_a_filter_may_not_call_what_it_drops_as_what_was_kept_is_called():
     with pytest.raises(
-        TrainingError, match=r"returned 'eval', which is what .* \(train, eval, queued\); give the reason"
+        TrainingError, match=r"returned 'eval', which is what .* \(train, eval, queued, late\); give the reason"
     ):
         drop_reason(group([0.0, 1.0]), build("grpo", filter="test_credit:calls_it_eval"))
 

@@ -41,6 +41,8 @@ STEP = {
     "queue/queued": 1,
     "episode/errors": 0,
     "time/step": 8.0,
+    "time/learner_bubble": 2.5,
+    "time/sampler_bubble": 0.5,
 }
 EPISODE = Trajectory(
     task=Task(env_id="relax_gym/GuessNumber-v0", seed=0), episode_id="0", turns=(), stop_reason=StopReason.ENV_DONE
@@ -104,9 +106,10 @@ def test_plain_lines_of_a_run() -> None:
         "run runs/x  model models/m",
         *(f"warm-up {step:>2}/30  loss {2.0 - step / 30:.4f}" for step in range(3, 31, 3)),
         "eval after step 0  reward 0.370  accuracy 0.400",
-        "step  1/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  8.0s  eta 88s",
+        "step  1/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  waited 2.5  8.0s  eta 88s",
         "eval after step 2  reward 0.500  errors 2",
-        "step  2/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  errors 3  dropped_zero_variance 2  4.0s  eta 100s",
+        "step  2/12  reward 0.241  loss 0.0123  tokens/s 310  lag 1  waited 2.5  errors 3  dropped_zero_variance 2  "
+        "4.0s  eta 100s",
         "checkpoint runs/x/checkpoints/step-000002",
         "run folder: runs/x",
         "look at episodes: relax-gym view runs/x",
@@ -136,6 +139,7 @@ def test_live_panel_on_a_terminal() -> None:
         "0.0123   gradient norm 1.5",
         "310 trained tokens/s   8.0 s a step",
         "mean 0.25   max 1",
+        "learner 2.5 s   sampler 0.5 s of a step",
         "2 in flight   1 waiting",
         "errors 3, evaluation errors 1",
         "look at episodes: relax-gym view runs/x",

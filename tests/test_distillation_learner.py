@@ -32,6 +32,7 @@ from relax_gym_trainers.functional import (
     select_with_tail,
 )
 from relax_gym_trainers.torch_learner.distillation import Distiller
+from relax_gym_trainers.torch_learner.scores import by_group
 from relax_gym_trainers.torch_learner.teacher import FrozenTeacher
 from relax_gym_trainers.torch_learner.update import Tally, accumulate_policy_gradient, plan
 
@@ -311,7 +312,7 @@ def test_an_engine_cannot_compare_whole_vocabularies(models):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda scores: scores[1:], "the teacher scored 5 of 6 samples"),
+        (lambda scores: scores[1:], "the teacher scored "),
         (lambda scores: [dataclasses.replace(s, logprobs=s.logprobs[1:]) for s in scores], "gave logprobs of shape"),
         (lambda scores: [dataclasses.replace(s, logprobs=None) for s in scores], "gave logprobs of shape None"),
         (lambda scores: [dataclasses.replace(s, logprobs=s.logprobs * np.nan) for s in scores], "non-finite logprobs"),
@@ -324,6 +325,17 @@ def test_missing_scores_are_an_error(models, algorithm, answer, message):
     with pytest.raises(TrainingError, match=message):
         trainer.step(random_batch())
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_preparing_asks_the_teachers_before_the_step_and_changes_no_bit(models):
+    plain, ahead = (distilling(models, double=False, level="reward") for _ in range(2))
+    batch = random_batch()
+    for group in by_group(batch.samples):
+        ahead.prepare(group)
+    for teacher in ahead.objectives[0].distiller._teachers.values():
+        teacher.close()  # nobody asks it again
+    assert without_seconds(ahead.step(batch)) == without_seconds(plain.step(batch))
+    assert all(torch.equal(value, weights(ahead)[name]) for name, value in weights(plain).items())
 
 
 def test_missing_top_tokens_are_an_error(models):

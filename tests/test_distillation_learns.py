@@ -79,9 +79,9 @@ def share_left(folder: Path, env: dict[str, Any], teacher: str) -> float:
     [
         ({}, 30),
         ({"top_k": 8}, 30),
-        pytest.param({"level": "reward"}, 70, marks=pytest.mark.slow),
-        pytest.param({"form": "forward"}, 30, marks=pytest.mark.slow),
-        pytest.param({"form": "jsd"}, 40, marks=pytest.mark.slow),
+        pytest.param({"level": "reward"}, 70, marks=(pytest.mark.slow, pytest.mark.long)),
+        pytest.param({"form": "forward"}, 30, marks=(pytest.mark.slow, pytest.mark.long)),
+        pytest.param({"form": "jsd"}, 40, marks=(pytest.mark.slow, pytest.mark.long)),
     ],
 )
 def test_the_kl_to_the_teacher_falls_by_90_percent(
@@ -97,6 +97,7 @@ def test_the_kl_to_the_teacher_falls_by_90_percent(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_each_env_of_a_mixture_has_its_own_teacher(guesser: str, player: str, tmp_path: Path) -> None:
     run(
         tmp_path / "run",

@@ -99,7 +99,7 @@ def test_k71_it_runs_elsewhere_called_from_main_thread_worker_thread_and_a_runni
         return await asyncio.gather(*(pool.call(os.getpid, seconds=LONG) for _ in range(3)))
 
     found += asyncio.run(many())
-    assert None not in found and len(set(found)) == 1 and os.getpid() not in found
+    assert None not in found and os.getpid() not in found
 
 
 @pytest.mark.parametrize(

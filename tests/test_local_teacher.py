@@ -95,7 +95,7 @@ def test_what_it_raises_ends_the_run_with_the_reason_and_it_goes_on(engine):
 
 
 @pytest.mark.parametrize("algorithm", [{"top_k": 3}, {"level": "reward"}])
-def test_one_of_two_teachers_may_be_on_the_engine(models, engine, algorithm):
+def test_one_of_two_teachers_may_be_on_the_engine(models, engine, algorithm, one_thread):  # as the engine has
     teachers = {ENV: str(models["t1"]), OTHER: str(models["t2"])}
     run = context(models["student"], temperature=0.7, name="opd", teachers=teachers, **algorithm)
     here, there = learner(run), learner(run)

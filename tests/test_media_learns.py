@@ -24,13 +24,21 @@ def accuracies(example: str, folder: Path, *overrides: str) -> tuple[float, floa
 
 
 # Without looking, the best three moves reach the goal from 7 of the 12 starts of tiny_image.
-@pytest.mark.parametrize(("example", "blind"), [("tiny_image", 7 / 12), ("tiny_video", 1 / 4), ("tiny_audio", 1 / 3)])
+@pytest.mark.parametrize(
+    ("example", "blind"),
+    [
+        pytest.param("tiny_image", 7 / 12, marks=pytest.mark.long),
+        pytest.param("tiny_video", 1 / 4, marks=pytest.mark.long),
+        ("tiny_audio", 1 / 3),
+    ],
+)
 class TestExample:
     def test_rl_raises_what_is_held_out_beyond_chance(self, example: str, blind: float, tmp_path: Path) -> None:
         before, after = accuracies(example, tmp_path / "run")
         assert after >= max(0.85, blind + LUCK)
         assert 1 - after <= (1 - before) / 2  # half of the errors at least
 
+    @pytest.mark.long
     def test_nothing_is_learned_from_media_of_other_episodes(self, example: str, blind: float, tmp_path: Path) -> None:
         _, after = accuracies(example, tmp_path / "run", "env.0.kwargs.shuffle_media=true")
         assert after <= blind + LUCK

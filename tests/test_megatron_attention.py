@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from relax_gym.errors import ConfigError
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
-from relax_gym_trainers.megatron_learner.modules import varlen
+from relax_gym_trainers.megatron_learner.modules import flash
 from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
 from relax_gym_trainers.megatron_learner.modules.pieces import Alone, Pieces
 from relax_gym_trainers.megatron_learner.parallel import Layout
@@ -204,7 +203,7 @@ def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
 
 
 def by_hand(query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Tensor], scale: float | None) -> Tensor:
-    """What torch's `varlen_attn` documents: the queries of a run are the last of its keys."""
+    """What the flash kernel does: the queries of a run are the last of its keys."""
     queries, keys = (begins.diff().tolist() for begins in starts)
     out = []
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
@@ -214,40 +213,21 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Ten
     return torch.cat(out)
 
 
-def grouped(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def on_a_cpu(query, key, value, query_starts, key_starts, *rest, scale=None):
+    """torch's flash operator, forward."""
+    assert rest[2:] == (0.0, True, False)  # no dropout, causal, no mask for debugging
     each = query.shape[1] // key.shape[1]
-    return [query, key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)]
+    shared = (x.repeat_interleave(each, 1) for x in (key, value))
+    out = by_hand(query, *shared, (query_starts, key_starts), scale)
+    return out, *[torch.zeros(0)] * 4
 
 
-def first_release(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    if query.shape[1] != key.shape[1]:
-        raise RuntimeError("heads differ")
-    assert is_causal
-    return by_hand(query, key, value, (cu_seq_q, cu_seq_k), None)
-
-
-def second_release(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    assert window_size == (-1, 0)
-    return by_hand(*grouped(query, key, value), (cu_seq_q, cu_seq_k), scale)
-
-
-def third_release(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-):
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ValueError("heads differ")
-    return second_release(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-
-@pytest.fixture
-def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Another release's function for rows of any length, in plain torch."""
-    monkeypatch.setattr(varlen, "varlen_attn", request.param)
-    varlen._arguments.cache_clear()
-    varlen._groups_queries.cache_clear()
-    yield
-    varlen._arguments.cache_clear()
-    varlen._groups_queries.cache_clear()
+def back_on_a_cpu(grad, query, key, value, out, normaliser, query_starts, key_starts, *rest, scale=None):
+    """The same, backward."""
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    with torch.enable_grad():
+        again = on_a_cpu(*leaves, query_starts, key_starts, *rest[:4], False, scale=scale)[0]
+    return torch.autograd.grad(again, leaves, grad)
 
 
 class Rank:
@@ -257,25 +237,24 @@ class Rank:
         self.rank, self.size = (lambda: number), (lambda: 2)
 
 
-@pytest.mark.parametrize("release", [first_release, second_release, third_release], indirect=True)
-def test_rows_of_any_length_go_to_the_kernel_of_any_release(release: None) -> None:
+def test_rows_of_any_length_go_to_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_forward", on_a_cpu)
+    monkeypatch.setattr(flash, "_backward", back_on_a_cpu)
     inputs, real, padded = rows(4)
-    whole = expected(inputs, real, SIZE**-0.5)[0]
+    whole, *grads = expected(inputs, real, SIZE**-0.5)
     alone = Pieces.of(padded, len(real), Alone(), real.device)
-    out = varlen.attend_packed(*inputs, alone, None)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = flash.attend_packed(*leaves, alone, None)
     torch.testing.assert_close(out[real], whole[real])
+    for got, wanted in zip(torch.autograd.grad(out, leaves, weights(whole, real)), grads, strict=True):
+        torch.testing.assert_close(got, wanted)
     for number in range(2):
         pieces = Pieces.of(padded, len(real) // 2, Rank(number), real.device)
         gathered = [torch.cat([zigzag(x, padded, Rank(rank)) for rank in range(2)]) for x in inputs[1:]]
         keys = [x[pieces.order] for x in gathered]
-        out = varlen.attend_packed(zigzag(inputs[0], padded, Rank(number)), *keys, pieces, None)
+        out = flash.attend_packed(zigzag(inputs[0], padded, Rank(number)), *keys, pieces, None)
         mine = zigzag(real, padded, Rank(number))
         torch.testing.assert_close(out[mine], zigzag(whole, padded, Rank(number))[mine])
-
-
-@pytest.mark.parametrize(("release", "works"), [(first_release, False), (second_release, True)], indirect=["release"])
-def test_whether_a_kernel_shares_keys_among_queries_is_tried_where_it_does_not_say(release: None, works: bool) -> None:
-    assert varlen._groups_queries(torch.device("cpu"), torch.float32) is works
 
 
 @pytest.mark.gpu
@@ -285,7 +264,7 @@ def test_the_flash_kernel_gives_what_the_reference_does(size: int, monkeypatch: 
     inputs, real, padded = rows(4)
     wanted = expected(inputs, real, size**-0.5)
     leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in inputs]
-    assert varlen.can_attend_packed(*leaves, None)
+    assert flash.can_attend_packed(*leaves)
     out = attention(Alone())(*leaves, packed_seq_params=pack(padded))
     upstream = weights(wanted[0], real).to(out)
     got = [out.detach().cpu() * real[:, None, None], *torch.autograd.grad(out, leaves, upstream)]

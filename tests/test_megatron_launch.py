@@ -6,12 +6,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from relax_gym_trainers.torch_learner.options import LearnerOptions
 
 ROOT = Path(__file__).parent.parent
 PARTS = ["", "envs", "trainers", "rewards", "plugins"]
+
+Popen = subprocess.Popen[str]
 
 CONFIG = """
 run_dir = "{folder}/run"
@@ -72,9 +75,8 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def torchrun(path: Path, processes: int = 2) -> Iterator[subprocess.Popen[str]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [*launcher, "-m", "relax_gym", "train", str(path)]
+def torchrun(path: Path, where: Sequence[str] = ("--standalone", "--nproc-per-node=2")) -> Iterator[Popen]:
+    command = [sys.executable, "-m", "torch.distributed.run", *where, "-m", "relax_gym", "train", str(path)]
     with subprocess.Popen(
         command, env=environment(), cwd=path.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -82,6 +84,23 @@ def torchrun(path: Path, processes: int = 2) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def two_nodes(path: Path) -> Iterator[list[Popen]]:
+    """As on two machines with one rank each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    with ExitStack() as stack:
+        yield [stack.enter_context(torchrun(path, [*meeting, f"--node-rank={node}"])) for node in (0, 1)]
+
+
+def wait_for_steps(folder: Path, process: Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not metrics(folder) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.1)
 
 
 def children(pid: int) -> list[int]:
@@ -115,14 +134,31 @@ def test_torchrun_trains_on_the_first_rank_and_the_others_serve(tmp_path: Path) 
 @pytest.mark.slow
 def test_no_rank_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     with torchrun(config(tmp_path, steps=1000)) as process:
-        deadline = time.monotonic() + 60
-        while not metrics(tmp_path) and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.1)
+        wait_for_steps(tmp_path, process)
         ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)
         assert gone(ranks[1], 10)
+
+
+@pytest.mark.long
+def test_two_nodes_train_as_one(tmp_path: Path) -> None:
+    with two_nodes(config(tmp_path)) as nodes:
+        outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert [line["step"] for line in metrics(tmp_path) if line["step"]] == [1, 2]
+
+
+@pytest.mark.long
+def test_k110_a_node_that_dies_ends_the_run_with_its_rank(tmp_path: Path) -> None:
+    with two_nodes(config(tmp_path, steps=1000)) as (first, second):
+        wait_for_steps(tmp_path, first)  # so they have trained
+        (rank,) = children(second.pid)
+        second.kill()
+        os.kill(rank, signal.SIGKILL)
+        output, _ = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "rank 1 of 2 has closed its connection" in output
 
 
 def test_a_learner_of_one_process_is_not_launched_several_times(
@@ -180,7 +216,6 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("lora = { rank = 4 }", 'the Megatron learner has no lora; learner.name = "torch" trains adapters'),
         (
             'freeze = ["*.mlp.*"]',
             'the Megatron learner has no freeze; learner.name = "torch" does, and freeze_encoders',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from algorithm_cases import NAMES, NEEDED
 from learner_cases import learner, random_batch, weights
 from megatron_learner_kit import (
     Case,
+    Expected,
     Folders,
     Outcome,
     batches,
     by_megatron,
-    by_torch,
     gap,
     on_ranks,
     rank_learner,
@@ -28,28 +27,9 @@ from relax_gym.types import Batch, TrainingSample
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank_service import Place
 
+pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 2e-5  # what is reached is about 5e-6
-
-Expected = Callable[[str, Case], Outcome]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def expected(folders: Folders) -> Expected:
-    """What the torch learner finds, computed once."""
-    known: dict[tuple[str, int], Outcome] = {}
-
-    def find(model: str, case: Case) -> Outcome:
-        key = model, id(case)
-        known[key] = known.get(key) or by_torch(folders[model], case)
-        return known[key]
-
-    return find
 
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:

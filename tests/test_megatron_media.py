@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from learner_cases import SMALL, context, save_model
 from megatron_learner_kit import OPTIONS, Outcome, gap, on_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_media_learner import sampled
 from torch import Tensor
 from transformers import AutoConfig, Qwen3Config
@@ -41,15 +42,17 @@ TOLERANCE = 1e-4  # log-probs differ by float32's last digits of numbers up to 1
 NO_GRADIENT = "audio_tower.layers.0.self_attn.k_proj.bias"
 """A softmax is the same whatever is added to all of its inputs: what this is given is rounding."""
 
+GRPO: dict[str, Any] = {"name": "grpo", "kl_coef": 0.1}
 
-def run_of(name: str) -> RunContext:
+
+def run_of(name: str, algorithm: dict[str, Any] = GRPO, layers: int = 2) -> RunContext:
     """With heads for two tensor-parallel ranks."""
-    folder = families.folder(name, groups=2)
+    folder = families.folder(name, groups=2, layers=layers)
     config = RunConfig.model_validate(
         {
             "model": {"name": str(folder)},
             "env": [{"id": "test/None-v0"}],
-            "algorithm": {"name": "grpo", "kl_coef": 0.1},
+            "algorithm": algorithm,
             "train": {"steps": 2, "groups_per_step": 1, "group_size": 5},
         }
     )
@@ -66,9 +69,9 @@ def run_of(name: str) -> RunContext:
 Steps = tuple[tuple[TrainingSample, ...], ...]
 
 
-def by_torch(name: str, steps: Steps, folder: Path, **options: Any) -> Outcome:
+def by_torch(run: RunContext, steps: Steps, folder: Path, **options: Any) -> Outcome:
     """The weights are those of the folder that it writes."""
-    trainer = TorchLearner(run_of(name), TorchLearnerOptions(device="cpu", **{**OPTIONS, **options}))
+    trainer = TorchLearner(run, TorchLearnerOptions(device="cpu", **{**OPTIONS, **options}))
     metrics = [trainer.step(Batch(version=number, samples=samples)) for number, samples in enumerate(steps)]
     trainer.export(folder)
     return Outcome(metrics, load_file(folder / "model.safetensors"))
@@ -79,19 +82,19 @@ def rank_learner(layout: Layout, place: Place, run: RunContext, **options: Any) 
     return RankLearner(place, run, MegatronLearnerOptions(**{**OPTIONS, **options, **sizes}))
 
 
-def stepped(layout: Layout, place: Place, name: str, steps: Steps, options: dict[str, Any]) -> Outcome:
-    trainer = rank_learner(layout, place, run_of(name), **options)
+def stepped(layout: Layout, place: Place, run: RunContext, steps: Steps, options: dict[str, Any]) -> Outcome:
+    trainer = rank_learner(layout, place, run, **options)
     metrics = [trainer.step(Batch(version=number, samples=samples)) for number, samples in enumerate(steps)]
     found = Outcome(metrics, {key: tensor.clone() for key, tensor in trainer.weights()})
     trainer.close()
     return found
 
 
-def compare(layouts: list[Layout], name: str, steps: Steps, folder: Path, **options: Any) -> Outcome:
-    recompute = {"recompute": options.pop("recompute")} if "recompute" in options else {}
-    expected = by_torch(name, steps, folder, **options)
+def compare(layouts: list[Layout], run: RunContext, steps: Steps, folder: Path, **options: Any) -> Outcome:
+    own = {key: options.pop(key) for key in ("recompute", "offload_reference") if key in options}
+    expected = by_torch(run, steps, folder, **options)
     for layout in layouts:
-        for found in on_ranks(layout, stepped, name, steps, {**options, **recompute}):
+        for found in on_ranks(layout, stepped, run, steps, {**options, **own}):
             assert found.weights.keys() == expected.weights.keys()
             found.weights.pop(NO_GRADIENT, None)
             theirs = {key: tensor for key, tensor in expected.weights.items() if key in found.weights}
@@ -102,13 +105,13 @@ def compare(layouts: list[Layout], name: str, steps: Steps, folder: Path, **opti
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
-TWICE = {"micro_batch_tokens": 300}
+TWICE: dict[str, Any] = {"micro_batch_tokens": 300}
 
 
 @pytest.mark.parametrize(("name", "layout"), [("qwen3_vl", Layout(tp=2)), ("qwen2_5_omni", Layout(dp=2))], ids=str)
 def test_steps_are_those_of_the_torch_learner(name: str, layout: Layout, tmp_path: Path) -> None:
     """On images, videos and, with Omni, audio, next to a sample of text only."""
-    compare([layout], name, (sampled(name),), tmp_path, **TWICE)
+    compare([layout], run_of(name), (sampled(name),), tmp_path, **TWICE)
 
 
 LAYOUTS = {
@@ -130,17 +133,17 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_of_every_family_and_layout_are_those_of_the_torch_learner(name: str, tmp_path: Path) -> None:
-    compare(LAYOUTS[name], name, (sampled(name),), tmp_path, **TWICE)
+    compare(LAYOUTS[name], run_of(name), (sampled(name),), tmp_path, **TWICE)
 
 
 def test_k48_k70_ranks_without_media_go_on_with_those_that_have_some(tmp_path: Path) -> None:
     text, first, *_ = sampled("qwen3_vl")
     assert not text.media and first.media
-    compare([Layout(dp=2)], "qwen3_vl", ((text,), (text, first)), tmp_path, betas=(0.0, 0.0))
+    compare([Layout(dp=2)], run_of("qwen3_vl"), ((text,), (text, first)), tmp_path, betas=(0.0, 0.0))
 
 
 def test_frozen_encoders_stay_as_they_are(tmp_path: Path) -> None:
-    expected = compare([Layout(tp=2)], "qwen3_vl", (sampled("qwen3_vl"),), tmp_path, freeze_encoders=True)
+    expected = compare([Layout(tp=2)], run_of("qwen3_vl"), (sampled("qwen3_vl"),), tmp_path, freeze_encoders=True)
     before = load_file(families.folder("qwen3_vl", groups=2) / "model.safetensors")
     moved = {key for key, tensor in expected.weights.items() if not torch.equal(tensor, before[key])}
     assert moved and not any("visual" in key for key in moved)
@@ -148,7 +151,49 @@ def test_frozen_encoders_stay_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_features_for_decoder_layers_are_right_when_these_are_computed_again(tmp_path: Path) -> None:
-    compare([Layout(tp=2), Layout(cp=2)], "qwen3_vl", (sampled("qwen3_vl"),), tmp_path, recompute="full")
+    compare([Layout(tp=2), Layout(cp=2)], run_of("qwen3_vl"), (sampled("qwen3_vl"),), tmp_path, recompute="full")
+
+
+@pytest.mark.slow
+def test_virtual_stages_see_media_as_one_model_does(tmp_path: Path) -> None:
+    """For five steps: each rank of the pipeline has two chunks of one layer, and one of them the encoders."""
+    run = run_of("qwen3_vl", layers=4)
+    compare([Layout(pp=2, vpp=2)], run, (sampled("qwen3_vl"),) * 5, tmp_path, **TWICE)
+
+
+# Teachers -------------------------------------------------------------------------------------------------------------
+
+
+def taught(name: str, folder: Path, **algorithm: Any) -> dict[str, Any]:
+    """By a model of the student's family with other weights."""
+    source = families.folder(name, groups=2)
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(7)
+    weights = {
+        key: tensor + 0.5 * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator)
+        for key, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return {"name": "opd", "teacher": str(folder), "rl_weight": 0.5, **algorithm}
+
+
+SEEN = [
+    pytest.param(Layout(tp=2), {"top_k": 4}, {}, id="tp2-top", marks=pytest.mark.slow),
+    pytest.param(Layout(pp=2), {}, {}, id="pp2-whole"),
+    pytest.param(Layout(tp=2), {"level": "reward"}, {}, id="tp2-reward", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2), {}, {"offload_reference": True}, id="cp2-offloaded", marks=pytest.mark.slow),
+    pytest.param(Layout(dp=2), {"level": "reward"}, {}, id="dp2-reward", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "level", "options"), SEEN)
+def test_teachers_see_media_as_in_the_torch_learner(
+    layout: Layout, level: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    algorithm = taught("qwen3_vl", tmp_path / "teacher", **level)
+    steps = (sampled("qwen3_vl"),)
+    expected = compare([layout], run_of("qwen3_vl", algorithm), steps, tmp_path, **TWICE, **options)
+    assert level.get("level") == "reward" or expected.metrics[0]["opd_kl"] > 0.01
 
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny_image.toml"
@@ -221,7 +266,7 @@ def test_state_goes_on_in_another_layout(tmp_path: Path) -> None:
     samples = sampled(name)
     on_ranks(Layout(tp=2), saved, name, folder, False)
     found = on_ranks(Layout(pp=2), saved, name, folder, True)[0]
-    expected = by_torch(name, (samples, samples), exported).weights
+    expected = by_torch(run_of(name), (samples, samples), exported).weights
     apart = {key: float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items()}
     assert {key: value for key, value in apart.items() if value > TOLERANCE} == {}
 

@@ -265,7 +265,10 @@ def environment() -> dict[str, str]:
     [
         (["2"], 0, ["total 6.0", "served"]),
         (["3"], 1, ["2 processes were started (WORLD_SIZE), but the learner's layout has 3 ranks"]),
-        (["2", "raise"], 1, ["total 6.0", "in fail, rank 1 of 2 failed: ValueError: no such luck; all"]),
+        pytest.param(
+            *(["2", "raise"], 1, ["total 6.0", "in fail, rank 1 of 2 failed: ValueError: no such luck; all"]),
+            marks=pytest.mark.long,
+        ),
         (["2", "kill"], 1, ["total 6.0", "Signal 9 (SIGKILL)", "rank      : 1 (local_rank: 1)"]),  # says torchrun
     ],
 )

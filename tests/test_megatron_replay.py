@@ -179,7 +179,10 @@ KINDS: dict[str, dict[str, Any]] = {
 def weigh(experts: Tensor | None, logits: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Weights and map [t, 6] that Megatron makes of logits where a pack has these experts [t, 2]."""
     asked = Chosen(1)
-    packed = type("Packed", (), {} if experts is None else {"experts": torch.stack([experts * 0, experts])})
+    packed = type("Packed", (), {})
+    if experts is not None:
+        layers = torch.stack([torch.zeros_like(experts), experts]).long()
+        packed.experts = layers, layers == UNROUTED
     asked.take(None, (), {"packed_seq_params": packed})
     return topk_routing_with_score_function(logits, 2, router_replay=asked, **KINDS[kind])  # type: ignore[no-any-return]
 

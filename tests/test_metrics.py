@@ -69,6 +69,19 @@ def test_the_log_and_the_command_line_tell_the_same() -> None:
     ]
 
 
+def test_shares_and_latencies_are_logged_by_env_where_there_are_several(tmp_path: Path) -> None:
+    envs = [{"id": "test/OneOrTwo-v0"}, {"id": "test/Nan-v0"}]
+    metrics = run(trainer(tmp_path / "two", half_a, env=envs, train={"steps": 1, "groups_per_step": 16})).metrics
+    shares = [metrics[f"queue/consumed_share/{env['id']}"] for env in envs]
+    assert sum(shares) == 1
+    assert all(0 < share < 1 for share in shares)
+    for env in envs:
+        tail = [metrics[f"time/episode_{name}/{env['id']}"] for name in ("p50", "p95", "max")]
+        assert 0 < tail[0] <= tail[1] <= tail[2] <= metrics["time/episode_max"]
+    metrics = run(trainer(tmp_path / "one", half_a, train={"steps": 1})).metrics
+    assert not [name for name in metrics if name.startswith(("queue/consumed_share", "time/episode_p50/"))]
+
+
 def test_a_name_that_is_logged_twice_in_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Judge:
         def __call__(self, trajectory: Trajectory) -> dict[str, float]:

@@ -140,10 +140,11 @@ def test_the_commands_of_the_readme_in_a_fresh_clone(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, f"{name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         output[name] = done.stdout
-    held_out = [
-        line["eval/accuracy"] for line in read_lines(clone / "runs/quickstart/metrics.jsonl") if "eval/accuracy" in line
-    ]
-    assert held_out[-1] - held_out[0] >= 0.5
+    for example, metric, gain in (("quickstart", "eval/accuracy", 0.5), ("tiny_guess", "eval/reward", 0.3)):
+        folder = clone / "runs" / example
+        held_out = [line[metric] for line in read_lines(folder / "metrics.jsonl") if metric in line]
+        assert held_out[-1] - held_out[0] >= gain
+        assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert "calc(" in output["look"]
     assert "hello/CountDown-v0" in output["plugin"]
     shutil.rmtree(clone)

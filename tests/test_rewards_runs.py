@@ -53,7 +53,6 @@ def test_a_run_with_a_judge_is_replayed_to_the_same_scores(
     assert len(server.bodies) == asked, "the server is gone: every judgement came from the cache"
 
 
-@pytest.mark.slow
 @pytest.mark.sglang
 def test_a_real_server_takes_the_question_and_a_judge_of_noise_scores_nothing(
     sglang_server: ServerProcess, monkeypatch: pytest.MonkeyPatch

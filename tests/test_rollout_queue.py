@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from relax_gym.errors import StalenessError
-from relax_gym.rollout_queue import RolloutQueue
+from relax_gym.rollout_queue import Account, RolloutQueue
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, Trajectory, Turn
 
 
@@ -78,9 +78,9 @@ def test_k101_no_order_of_finishing_deadlocks_or_breaks_the_bound(
             version += 1
             await queue.advance(version)
         assert await queue.admit() is None
-        assert queue.admitted == queue.consumed == 3 * per_step
-        assert queue.in_flight == queue.queued == 0
-        return worst, queue.consumed
+        queue.check()
+        assert queue.account() == Account(admitted=3 * per_step, consumed=3 * per_step)
+        return worst, queue.account().consumed
 
     lags = [asyncio.run(play(order))[0] for order in itertools.product(range(3), repeat=4)]
     assert max(lags) <= staleness
@@ -95,8 +95,8 @@ def test_k99_dropped_slots_are_counted_and_their_step_goes_on() -> None:
         await queue.drop(0, "zero_variance")
         await queue.put(1, group(1, 0))
         got = [g.slot for g in await queue.get(0)]
-        assert queue.admitted == queue.consumed + queue.queued + queue.in_flight + sum(queue.dropped.values())
-        return got, dict(queue.dropped)
+        queue.check()
+        return got, dict(queue.account().dropped)
 
     assert asyncio.run(main()) == ([1], {"zero_variance": 1})
 
@@ -125,6 +125,7 @@ def test_k102_a_run_that_goes_on_admits_no_more_than_one_that_begins(staleness: 
 def test_a_group_handed_in_is_there_even_if_the_one_who_does_is_cancelled() -> None:
     async def main() -> list[int]:
         queue = RolloutQueue(groups_per_step=1, max_staleness=1, first_step=0, last_step=1)
+        await queue.admit()
         async with queue._changed:
             put = asyncio.create_task(queue.put(0, group(0, 0)))
             await settle()
@@ -138,8 +139,88 @@ def test_a_group_handed_in_is_there_even_if_the_one_who_does_is_cancelled() -> N
 def test_a_slot_handed_in_twice_is_a_bug() -> None:
     async def main() -> None:
         queue = RolloutQueue(groups_per_step=2, max_staleness=0, first_step=0, last_step=1)
+        await queue.admit()
         await queue.put(0, group(0, 0))
         await queue.put(0, group(0, 0))
 
     with pytest.raises(ValueError, match="slot 0 was handed in twice"):
         asyncio.run(main())
+
+
+def test_a_run_that_goes_on_with_less_staleness_than_it_had_gives_out_what_the_bound_allows() -> None:
+    async def main() -> tuple[list[int], list[int], list[int]]:
+        queue = RolloutQueue(
+            groups_per_step=2, max_staleness=0, first_step=2, last_step=9, order="ready", unfinished=[1, 5, 6, 7, 9]
+        )
+        first = await admitted(queue)
+        for slot in first:
+            await queue.put(slot, group(slot, 2))
+        got = [one.slot for one in await queue.get(2)]
+        await queue.advance(3)
+        return first, got, await admitted(queue)
+
+    assert asyncio.run(main()) == ([1, 5], [1, 5], [6, 7])
+
+
+def test_what_overtook_in_a_run_that_goes_on_is_neither_lost_nor_trained_on_again() -> None:
+    async def play(queue: RolloutQueue, steps: range, skip: int) -> list[int]:
+        trained = []
+        for step in steps:
+            for slot in await admitted(queue):
+                if slot != skip:
+                    await queue.put(slot, group(slot, step))
+            trained += [one.slot for one in await queue.get(step)]
+            await queue.advance(step + 1)
+        return trained
+
+    async def main() -> list[int]:
+        sizes = {"groups_per_step": 2, "max_staleness": 3, "last_step": 5, "order": "ready"}
+        before = RolloutQueue(first_step=0, **sizes)
+        await before.limit(4)
+        trained = await play(before, range(2), skip=1)
+        after = RolloutQueue(first_step=2, unfinished=before.unfinished, **sizes)
+        return trained + await play(after, range(2, 5), skip=-1)
+
+    trained = asyncio.run(main())
+    assert trained[:4] == [0, 2, 3, 4]
+    assert sorted(trained) == list(range(10))
+
+
+def test_the_newest_unfinished_group_gives_way_first() -> None:
+    late: list[tuple[int, bool]] = []
+
+    async def main() -> list[int]:
+        queue = RolloutQueue(
+            groups_per_step=1,
+            max_staleness=0,
+            first_step=0,
+            last_step=2,
+            order="ready",
+            oversample=2,
+            on_late=lambda slot, one: late.append((slot, one is not None)),
+        )
+        await admitted(queue)
+        await queue.put(2, group(2, 0))
+        await queue.put(1, group(1, 0))
+        got = [one.slot for one in await queue.get(0)]
+        queue.check()
+        assert queue.account().dropped == {"late": 2}
+        await queue.advance(1)
+        assert await admitted(queue) == [0, 1, 3]
+        return got
+
+    assert asyncio.run(main()) == [2]
+    assert late == [(0, False), (1, True)]
+
+
+def test_accounts_that_do_not_add_up_are_a_bug() -> None:
+    queue = RolloutQueue(groups_per_step=1, max_staleness=0, first_step=0, last_step=1)
+    queue._accounts[0].admitted += 1
+    with pytest.raises(RuntimeError, match="lost or counted twice"):
+        queue.check()
+
+
+def test_another_step_than_the_next_is_a_bug() -> None:
+    queue = RolloutQueue(groups_per_step=1, max_staleness=0, first_step=3, last_step=5)
+    with pytest.raises(ValueError, match="step 4 was asked for, but step 3 is the next"):
+        asyncio.run(queue.get(4))

@@ -80,10 +80,14 @@ def own_experts(model: PreTrainedModel, one: TrainingSample) -> NDArray[np.int64
 
 
 def test_k41_over_two_turns(moe_server: ServerProcess, tiny_moe: Path, tmp_path: Path) -> None:
+    end = load_tokenizer(tiny_moe).eos_token_id
+    endless = {end: -math.inf}
+
     async def use(sampler: SGLangSampler) -> TrainingSample:
         session, answer = sampler.open_session(), [9, 10, 11]
-        first = await session.generate(PROMPT, SamplingParams(max_new_tokens=12))
-        second = await session.generate([*PROMPT, *first.token_ids, *answer], SamplingParams(max_new_tokens=8))
+        first = await session.generate(PROMPT, SamplingParams(max_new_tokens=12, logit_bias=endless))
+        context = [*PROMPT, *first.token_ids, *answer]
+        second = await session.generate(context, SamplingParams(max_new_tokens=8, logit_bias=endless))
         session.close()
         assert sampler.metrics()["cached_tokens"] >= len(PROMPT)  # whose experts the server still knows
         return sample((PROMPT, first), (answer, second))
@@ -92,9 +96,9 @@ def test_k41_over_two_turns(moe_server: ServerProcess, tiny_moe: Path, tmp_path:
     assert one.routed_experts is not None and one.routed_experts.shape == (4 + 12 + 3 + 8 - 1, 2, 2)
     np.testing.assert_array_equal(np.sort(one.routed_experts), own_experts(changed(tiny_moe, 0), one))
     sampled = one.logprobs[one.loss_mask == 1]
-    np.testing.assert_allclose(learner_logprobs(changed(tiny_moe, 0), one), sampled, atol=1e-4)
+    np.testing.assert_allclose(learner_logprobs(changed(tiny_moe, 0), one, [end]), sampled, atol=1e-4)
     others = dataclasses.replace(one, routed_experts=3 - one.routed_experts)
-    assert abs(learner_logprobs(changed(tiny_moe, 0), others) - sampled).max() > 0.01  # the learner does replay
+    assert abs(learner_logprobs(changed(tiny_moe, 0), others, [end]) - sampled).max() > 0.01  # the learner does replay
 
 
 def test_k41_over_a_weight_update(moe_server: ServerProcess, tiny_moe: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_k85_weights_that_are_no_numbers(lent_server: ServerProcess, tiny_qwen3:
         ):
             await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=4))
         await sampler.update_weights(changed(tiny_qwen3, 0).named_parameters(), 2)
-        completion = await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=4))
+        completion = await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=4, logit_bias=NO_END))
         assert completion.versions == (2,) * 4
 
     using(attached(lent_server, tiny_qwen3, tmp_path, sync="ipc", retries=1), use, tiny_qwen3)
@@ -80,7 +80,7 @@ def test_k85_weights_that_are_no_numbers(lent_server: ServerProcess, tiny_qwen3:
 def test_what_is_too_long_is_refused_at_once(lent_server: ServerProcess, tiny_qwen3: Path, tmp_path: Path) -> None:
     async def use(sampler: SGLangSampler) -> None:
         session, limit = sampler.open_session(), sampler.max_context
-        completion = await session.generate([7] * (limit - 2), SamplingParams(max_new_tokens=2))
+        completion = await session.generate([7] * (limit - 2), SamplingParams(max_new_tokens=2, logit_bias=NO_END))
         assert len(completion.token_ids) == 2
         with pytest.raises(SamplerError, match=rf"are {limit + 1}; the servers take {limit}"):
             await session.generate([7] * (limit - 1), SamplingParams(max_new_tokens=2))

@@ -88,6 +88,17 @@ def test_a_completion_is_what_the_server_sampled(tmp_path: Path) -> None:
     assert len(body["rid"]) == 32
 
 
+def test_the_capacity_is_that_of_the_servers_that_serve(tmp_path: Path) -> None:
+    async def use(sampler: SGLangSampler) -> list[int | None]:
+        both = sampler.capacity
+        await sampler.remove_engine(sampler.fleet.members[0])
+        one = sampler.capacity
+        sampler.fleet.serving[0].engine.info.pop("max_total_num_tokens")
+        return [both, one, sampler.capacity]
+
+    assert using([FakeSGLang(), FakeSGLang()], use, tmp_path) == [10_000, 5_000, None]
+
+
 def test_requests_that_no_server_can_take_are_refused_here(tmp_path: Path) -> None:
     server = FakeSGLang()
 

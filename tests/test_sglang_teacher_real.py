@@ -17,7 +17,7 @@ from relax_gym_plugins.samplers.sglang.process import ServerProcess
 from relax_gym_plugins.teachers.options import SGLangTeacherOptions
 from relax_gym_plugins.teachers.sglang import SGLangTeacher
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.sglang
 pytest_plugins = ["sglang_fixtures"]
 SAMPLES = [
     sample([5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1], episode="a"),

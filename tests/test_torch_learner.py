@@ -70,7 +70,7 @@ def test_metrics_of_a_step(tiny):
     assert all(math.isfinite(value) for value in metrics.values())
     assert 0 < metrics["entropy"] < math.log(61)
     assert metrics["logprob_diff_max"] >= metrics["logprob_diff_mean"] > 0
-    assert metrics["kl"] == 0.0
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-10)  # the reference is scored group by group
 
 
 def test_clip_fraction_counts_tokens_without_gradient(tiny):
@@ -154,7 +154,7 @@ def test_the_kl_loss_pulls_back_to_the_reference(tiny):
     def distance(one):
         return sum((tensor - reference[name]).square().sum().item() for name, tensor in one.weights())
 
-    assert kls[0] == 0.0
+    assert kls[0] == pytest.approx(0.0, abs=1e-10)
     assert kls[-1] > 0.0
     assert distance(trainer) < distance(free)
 
@@ -206,7 +206,7 @@ def test_the_first_step_drops_the_imitation_optimizer_and_takes_the_reference(ti
     trainer = learner(context(tiny, kl_coef=0.1))
     trainer.imitate(random_batch(), lr=1e-2)
     metrics = trainer.step(random_batch())
-    assert metrics["kl"] == 0.0
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-10)  # the reference is scored group by group
     assert trainer._imitation is None
 
 

@@ -51,7 +51,16 @@ if "test/OneOrTwo-v0" not in relax_gym.list():
     relax_gym.register("test/Nan-v0", Nan)
 
 
-def trainer(tmp_path: Path, script: Any, learner: Any = None, *, delay: int = 0, **sections: Any) -> Trainer:
+def trainer(
+    tmp_path: Path,
+    script: Any,
+    learner: Any = None,
+    *,
+    delay: int = 0,
+    resume: bool = False,
+    sampler: Any = None,
+    **sections: Any,
+) -> Trainer:
     config = parse_config(
         {
             "run_dir": str(tmp_path / "run"),
@@ -62,17 +71,18 @@ def trainer(tmp_path: Path, script: Any, learner: Any = None, *, delay: int = 0,
             **sections,
         }
     )
-    folder = RunFolder(config, resume=False)
-    context = RunContext(config=config, run_dir=folder.path, model_path=tmp_path, tokenizer=TOKENIZER)
+    folder = RunFolder(config, resume=resume)
+    step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
+    context = RunContext(config=config, run_dir=folder.path, model_path=tmp_path, tokenizer=TOKENIZER, start_step=step)
     parts = Parts(
         context=context,
         renderer=ChatRenderer(TOKENIZER, config.chat),
         tasks=TaskSource(config.env, seed=config.seed, eval_episodes=config.eval.episodes),
         algorithms=load_algorithms(config),
         rewards=build_rewards(config),
-        sampler=ScriptedSampler(script, tokenizer=TOKENIZER, delay=delay),
+        sampler=sampler or ScriptedSampler(script, tokenizer=TOKENIZER, delay=delay),
     )
-    return Trainer(parts, learner or RecordingLearner(), [], folder)
+    return Trainer(parts, learner or RecordingLearner(), [], folder, checkpoint)
 
 
 def run(loop: Trainer) -> RunResult:

@@ -26,11 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; always ends in SystemExit.
 
     0: done. 1: one readable message on stderr; `RELAX_GYM_TRACEBACK=1` adds the traceback. 2: wrong usage.
-    130: interrupted. A bug of relax-gym or of a plugin keeps Python's own traceback.
+    3: the event loop of a run was blocked for too long. 130, 143: stopped by SIGINT or SIGTERM, what it had is saved.
+    A bug of relax-gym or of a plugin keeps Python's own traceback.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app = build_app(tolerant=given[:2] == ["plugins", "doctor"])
+        app = build_app(tolerant=given[:2] == ["plugins", "doctor"] or given[:1] == ["doctor"])
         app(given, prog_name="relax-gym")
     except (RelaxGymError, ExceptionGroup) as error:
         cause = first_cause(error)
@@ -50,7 +51,7 @@ def build_app(*, tolerant: bool = False) -> typer.Typer:
     """
     app = new_app("Agentic reinforcement learning of language models, environment first.")
     app.callback()(_options)
-    for command in (runs.train, runs.evaluate, runs.view, rewards.replay, runs.export):
+    for command in (runs.train, runs.evaluate, runs.view, rewards.replay, runs.export, runs.doctor):
         app.command("eval" if command is runs.evaluate else None)(command)
     app.add_typer(envs.app, name="envs")
     app.add_typer(rewards.app, name="rewards")

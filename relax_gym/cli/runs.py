@@ -32,6 +32,7 @@ def train(
 ) -> None:
     """Train a language model."""
     from relax_gym.config import load_config
+    from relax_gym.errors import Stopped
     from relax_gym.launch import launched_rank, serve_learner
 
     run = load_config(config, set_ or ())
@@ -54,12 +55,13 @@ def train(
             from relax_gym.train import train as start
 
             start(run, resume=resume)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as error:
         changes = [part for item in set_ or () for part in ("--set", item)]
         begun = (Path(run.run_dir) / "config.toml").exists()
         again = shlex.join(["relax-gym", "train", str(config), *changes, *(["--resume"] if begun else [])])
-        print(f"interrupted; {'continue' if begun else 'start again'} with: {again}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        how = str(error) if isinstance(error, Stopped) else "interrupted"
+        print(f"{how}; {'continue' if begun else 'start again'} with: {again}", file=sys.stderr)
+        raise typer.Exit(128 + (error.signal if isinstance(error, Stopped) else 2)) from None
 
 
 def evaluate(
@@ -168,6 +170,33 @@ def export(
         print(f"{out}: the model of {found}")
     else:
         print(f"{out}: a copy of the model in {found}, which is a model folder already")
+
+
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="The folder of a run, live or not. Default: the plugins.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say whether a run is alive, what it waits for, what went wrong last and what to do.
+
+    The exit code is 1 for a run that hangs, has failed, was killed, or whose folder is broken. Without RUN, it checks
+    the plugins that are installed.
+    """
+    if run is None:
+        from relax_gym.cli import extend
+
+        extend.doctor()
+        return
+    import json
+    from dataclasses import asdict
+
+    from relax_gym.doctor import diagnose, render
+
+    found = diagnose(run)
+    print(json.dumps(asdict(found), indent=2) if as_json else render(found))
+    if found.state in ("hangs", "failed", "killed", "broken"):
+        raise typer.Exit(1)
 
 
 LARGE_PAGE = 100  # MB

@@ -34,8 +34,8 @@ class Code:
     Each test starts a new process without network, other processes, environment or files to write outside an empty
     folder; `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
     `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails.
-    `python` runs the programs: this one, or the system's where not everybody may read this one. Needs Linux with user
-    namespaces; a run does not start where they are refused.
+    `python` runs the programs, by default the one that runs relax-gym, or the system's where not everybody may read
+    that one. Needs Linux with user namespaces; a run does not start where they are refused.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from relax_gym.types import Batch, Metrics, TrainingSample
 from relax_gym_trainers.torch_learner.objectives import Backend, Objective, Piece
 from relax_gym_trainers.torch_learner.optimizer import learning_rate
 from relax_gym_trainers.torch_learner.options import LearnerOptions
+from relax_gym_trainers.torch_learner.scores import by_group
 from relax_gym_trainers.torch_learner.update import Tally, check_sampled
 
 
@@ -69,6 +70,8 @@ class PolicyLearner(Learner):
                 self.backend.begin()
                 losses.append(sum(self.backend.accumulate(p, tally=tally, first=first, step=step) for p in pieces))
                 norms.append(self.apply(lr))
+        for objective in self.objectives:
+            objective.forget()
         tally = self.backend.merge(tally)
         parts = [piece.part for pieces in updates for piece in pieces]
         self.version += 1
@@ -85,6 +88,12 @@ class PolicyLearner(Learner):
             "seconds": time.perf_counter() - started,
         }
 
+    def prepare(self, samples: Sequence[TrainingSample]) -> None:
+        """See `Learner.prepare`: log-probs of the reference, old log-probs, and what teachers give as a reward."""
+        self.leave_warmup()
+        for objective, own in self._by_objective(samples).items():
+            objective.prepare([samples[index] for index in own], only=self._only_update)
+
     def imitate(self, batch: Batch, *, lr: float) -> Metrics:
         """One supervised step at the run's temperature. The first `step` drops its optimizer's state."""
         part = self.backend.plan(batch.samples, skip_flat=False, distiller=None)
@@ -97,6 +106,10 @@ class PolicyLearner(Learner):
     @abstractmethod
     def leave_warmup(self) -> None:
         """A step follows: drop what imitation needed. Idempotent."""
+
+    @property
+    def _only_update(self) -> bool:
+        return self.options.updates_per_step * self.options.epochs == 1
 
     def _by_objective(self, samples: Sequence[TrainingSample]) -> dict[Objective, list[int]]:
         """Indices of the samples of each objective."""
@@ -111,7 +124,7 @@ class PolicyLearner(Learner):
         for objective, own in self._by_objective(samples).items():
             for index, sample in zip(own, objective.shape([samples[index] for index in own], tally), strict=True):
                 shaped[index] = sample
-        only = self.options.updates_per_step * self.options.epochs == 1
+        only = self._only_update
         updates = []
         for update in split_by_group(shaped, self.options.updates_per_step):
             groups = self._by_objective(update).items()
@@ -122,9 +135,6 @@ class PolicyLearner(Learner):
 
 def split_by_group(samples: Sequence[TrainingSample], parts: int) -> list[list[TrainingSample]]:
     """Cut samples into `parts` runs of whole groups, groups in order of appearance, sizes as equal as they can be."""
-    groups: dict[str, list[TrainingSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group_id, []).append(sample)
-    chunks = np.array_split(np.arange(len(groups)), parts)
-    ordered = list(groups.values())
+    ordered = by_group(samples)
+    chunks = np.array_split(np.arange(len(ordered)), parts)
     return [[sample for index in chunk for sample in ordered[index]] for chunk in chunks]

@@ -23,11 +23,12 @@ class RLOO(Algorithm):
 
     def check_run(self, config: RunConfig) -> None:
         """Refuse what would train on stale tokens as if they were the policy's own."""
-        if config.train.max_staleness and self.correction == "none":
+        train = config.train
+        if not train.on_policy and self.correction == "none":
             raise ConfigError(
-                f"algorithm 'rloo' has no ratio, so train.max_staleness = {config.train.max_staleness} would train on "
-                "stale tokens as if they were on-policy; set algorithm.correction = 'tis' with old_logprobs = "
-                "'recompute', or max_staleness = 0"
+                f"algorithm 'rloo' has no ratio, so train.max_staleness = {train.max_staleness} with update_every = "
+                f"{train.update_every} would train on stale tokens as if they were on-policy; set algorithm.correction "
+                "= 'tis' with old_logprobs = 'recompute', or max_staleness = 0 and update_every = 1"
             )
         for key in ("epochs", "updates_per_step"):
             if config.learner.options.get(key, 1) != 1:

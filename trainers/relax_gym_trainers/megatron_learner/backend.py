@@ -14,11 +14,14 @@ from torch import Tensor
 
 from relax_gym.errors import TrainingError
 from relax_gym.types import TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.megatron_learner import batches, compat  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan, split_for_context
 from relax_gym_trainers.megatron_learner.divergence import shared_head, vocab_parallel_divergence
 from relax_gym_trainers.megatron_learner.logprobs import vocab_parallel_logprobs
 from relax_gym_trainers.megatron_learner.model import output_weight
+from relax_gym_trainers.megatron_learner.modules.adapters import changing
+from relax_gym_trainers.megatron_learner.modules.pieces import keep_lengths
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.replay import RouterReplay, refuse_wrong
@@ -28,7 +31,7 @@ from relax_gym_trainers.torch_learner.distillation import Distiller
 from relax_gym_trainers.torch_learner.divergence import Target
 from relax_gym_trainers.torch_learner.logprobs import Head as Rows
 from relax_gym_trainers.torch_learner.objectives import Piece
-from relax_gym_trainers.torch_learner.update import Part, Tally, differentiate, imitation_loss
+from relax_gym_trainers.torch_learner.update import Part, Tally, differentiate, finite, imitation_loss
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -40,10 +43,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Scores = tuple[Tensor, ...]
 """Log-probs and entropies of some tokens, and with a teacher the divergence from it and its log-probs; [n] each."""
-Loss = Callable[[int, PackedBatch, Scores], tuple[float, list[Tensor]]]
+Loss = Callable[[int, PackedBatch, Scores], tuple[Tensor, list[Tensor | None]]]
 """(number and micro-batch, the scores of all its trained tokens [N]) → its loss and that loss's gradients against the
-first of them."""
-End = Callable[[Tensor, int, ContextShare], tuple[float, Tensor]]
+first of them, if they have any."""
+End = Callable[[Tensor, int, ContextShare], tuple[float | Tensor, Tensor]]
 """(hidden states of a numbered micro-batch's share) → its loss, and a number with the same gradient."""
 Look = Callable[[Tensor, PackedBatch, ContextShare], T]
 """What is read off the hidden states of a micro-batch's share."""
@@ -86,7 +89,7 @@ class MegatronBackend:
         only."""
         self.chunks, self.layout, self.options, self.head = list(chunks), layout, options, head
         self.reader = reader
-        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        parameters = changing(self.chunks)
         self.device = parameters[0].device
         self.reference = Reference(parameters, offload=options.offload_reference)
         self.control: Any = dist.new_group(backend="gloo")
@@ -115,7 +118,7 @@ class MegatronBackend:
         mine = plan.micro_batches(parallel_state.get_data_parallel_rank())
         return RankPart(
             plan=plan,
-            micro_batches=[self._laid_out(batch) for batch in mine],
+            micro_batches=[self.laid_out(batch) for batch in mine],
             total_tokens=plan.total_tokens,
             total_samples=plan.total_samples,
             padded_tokens=plan.padded_tokens,
@@ -154,7 +157,7 @@ class MegatronBackend:
         if distiller is not None and distiller.as_loss:
             targets = cast("RankDistiller", distiller).targets(cast("RankPart", part))
 
-        def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
+        def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[Tensor, list[Tensor | None]]:
             logprobs, entropy, *taught = scores
             tally.mean(entropy=entropy)
             terms = [(entropy, -algorithm.entropy_coef)]
@@ -171,20 +174,18 @@ class MegatronBackend:
                 reference=None if piece.reference is None else piece.reference[number],
                 tally=tally,
                 first=first,
-                step=step,
             )
             return value, [grad for _, grad in pairs]
 
-        return self._run(part.micro_batches, self._end(part, loss, targets))
+        return finite("loss", self._run(part.micro_batches, self._end(part, loss, targets)), step)
 
     def imitate(self, part: Part[PackedBatch], *, step: int) -> float:
         """See `Backend.imitate`."""
 
-        def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[float, list[Tensor]]:
-            value = imitation_loss(scores[0], part, step=step)
-            return value, [torch.full_like(scores[0], -1 / part.total_tokens), torch.zeros_like(scores[1])]
+        def loss(number: int, batch: PackedBatch, scores: Scores) -> tuple[Tensor, list[Tensor | None]]:
+            return imitation_loss(scores[0], part), [torch.full_like(scores[0], -1 / part.total_tokens)]
 
-        return self._run(part.micro_batches, self._end(part, loss))
+        return finite("imitation loss", self._run(part.micro_batches, self._end(part, loss)), step)
 
     def exchange(self, values: dict[TrainingSample, T], samples: Sequence[TrainingSample]) -> dict[TrainingSample, T]:
         """See `Backend.exchange`."""
@@ -193,7 +194,7 @@ class MegatronBackend:
 
     def merge(self, tally: Tally) -> Tally:
         """See `Backend.merge`."""
-        return sum(self._reports(tally), Tally())
+        return sum(self._reports(tally.settle()), Tally())
 
     def as_reference(self) -> AbstractContextManager[None]:
         """See `Backend.as_reference`."""
@@ -203,7 +204,7 @@ class MegatronBackend:
 
     def _run(self, batches: Sequence[PackedBatch], end: End, *, forward_only: bool = False) -> float:
         """All micro-batches through the pipeline; the sum of their losses over all ranks."""
-        total = 0.0
+        total: float | Tensor = 0.0
         mine = list(batches)
         shares = [self.share_of(batch) for batch in mine]
         experts = mine[0].experts if mine else None  # all have them or none
@@ -217,7 +218,7 @@ class MegatronBackend:
             def reduce(out: Tensor, non_loss_data: bool = False) -> Any:
                 nonlocal total
                 value, surrogate = end(out, number, shares[number])
-                total += value
+                total = total + value
                 return surrogate, torch.zeros((), dtype=torch.int, device=out.device), {}  # nothing divides by tokens
 
             return hidden, reduce
@@ -233,11 +234,11 @@ class MegatronBackend:
         )
         if experts is not None:
             refuse_wrong(self.replays.values(), self.control)
-        return sum(self._reports(total))
+        return sum(self._reports(float(total)))
 
     def _forward(self, chunk: Any, batch: PackedBatch, share: ContextShare) -> Tensor:
         device = next(chunk.parameters()).device
-        cu = torch.from_numpy(batch.cu_seqlens).to(device)
+        cu = upload(batch.cu_seqlens, device)
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu,
@@ -247,7 +248,8 @@ class MegatronBackend:
             max_seqlen_q=batch.max_length,
             max_seqlen_kv=batch.max_length,
         )
-        ids, positions = (torch.from_numpy(np.atleast_2d(array)).to(device) for array in (share.ids, share.positions))
+        keep_lengths(packed, np.diff(batch.cu_seqlens).tolist())
+        ids, positions = (upload(np.atleast_2d(array), device) for array in (share.ids, share.positions))
         if share.experts is not None:
             self.replays[chunk].keep(packed, share.experts, device)
         media = None
@@ -256,7 +258,8 @@ class MegatronBackend:
         out: Tensor = chunk(ids, positions, packed_seq_params=packed, media=media)
         return out
 
-    def _laid_out(self, batch: PackedBatch) -> PackedBatch:
+    def laid_out(self, batch: PackedBatch) -> PackedBatch:
+        """The micro-batch with the positions of its media. Raises TrainingError where it cannot be read."""
         if self.reader is not None:
             return self.reader.laid_out(batch)
         if batch.media:
@@ -266,15 +269,15 @@ class MegatronBackend:
     def _end(self, part: Part[PackedBatch], loss: Loss, targets: Sequence[Target | None] | None = None) -> End:
         """`targets` are what teachers say about each micro-batch."""
 
-        def end(hidden: Tensor, number: int, share: ContextShare) -> tuple[float, Tensor]:
+        def end(hidden: Tensor, number: int, share: ContextShare) -> tuple[float | Tensor, Tensor]:
             batch = part.micro_batches[number]
             mine = self._score(hidden, batch, share, None if targets is None else targets[number])
             value, grads = loss(number, batch, tuple(self.over_context(scores, batch, share) for scores in mine))
             surrogate = hidden.sum() * 0  # so that an empty micro-batch has a graph, too
-            trained = torch.from_numpy(share.trained).to(hidden.device)
-            pairs = list(zip(mine, grads, strict=False))
-            for scores, grad in [pair for pair in pairs if pair[1].any()] or pairs[:1]:
-                surrogate = surrogate + (scores * grad[trained].to(scores)).sum()
+            trained = upload(share.trained, hidden.device)
+            for scores, grad in zip(mine, grads, strict=False):
+                if grad is not None:
+                    surrogate = surrogate + (scores * grad[trained].to(scores)).sum()
             return value, surrogate
 
         return end
@@ -307,8 +310,8 @@ class MegatronBackend:
 
     def predicted(self, hidden: Tensor, batch: PackedBatch, share: ContextShare) -> tuple[Tensor, Tensor]:
         """This share's hidden states that predict trained tokens, [n, H], and these tokens, [n]."""
-        predictors, trained = (torch.from_numpy(a).to(hidden.device) for a in (share.predictors, share.trained))
-        return hidden.index_select(0, predictors), torch.from_numpy(batch.targets).to(hidden.device)[trained]
+        predictors, trained = (upload(a, hidden.device) for a in (share.predictors, share.trained))
+        return hidden.index_select(0, predictors), upload(batch.targets, hidden.device)[trained]
 
     def rows_of_head(self) -> Rows:
         """This tensor-parallel rank's rows of the last stage's head."""
@@ -326,7 +329,7 @@ class MegatronBackend:
         if self.layout.cp == 1:
             return values.detach()
         whole = values.new_zeros(len(batch.targets), *values.shape[1:])
-        whole[torch.from_numpy(share.trained).to(values.device)] = values.detach()
+        whole[upload(share.trained, values.device)] = values.detach()
         dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
         return whole
 

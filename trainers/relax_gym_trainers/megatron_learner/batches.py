@@ -69,10 +69,12 @@ class PackedBatch:
 class Plan:
     """Who computes what of one update. The totals are those of all its samples, the skipped ones included.
 
-    `shares` has for each data-parallel rank the same number of micro-batches, as indices into `used`.
+    `shares` has for each data-parallel rank the same number of micro-batches, as indices into `used` and `rows`, which
+    are the tokens of those samples.
     """
 
     used: tuple[TrainingSample, ...]
+    rows: tuple[Row, ...]
     shares: tuple[tuple[tuple[int, ...], ...], ...]
     align: int
     total_tokens: int
@@ -81,13 +83,16 @@ class Plan:
     @property
     def padded_tokens(self) -> int:
         """Tokens that all ranks together compute, pads included."""
-        lengths = [_padded(len(_row(sample)), self.align) for sample in self.used]
+        lengths = [_padded(len(row), self.align) for row in self.rows]
         return sum(sum(lengths[i] for i in members) or self.align for share in self.shares for members in share)
 
     def micro_batches(self, rank: int) -> list[PackedBatch]:
         """The share of a data-parallel rank, largest first, the empty ones last."""
         shape = _expert_shape(self.used)
-        return [_collate([self.used[i] for i in members], self.align, shape) for members in self.shares[rank]]
+        return [
+            _collate([self.used[i] for i in members], [self.rows[i] for i in members], self.align, shape)
+            for members in self.shares[rank]
+        ]
 
 
 def plan(
@@ -117,15 +122,17 @@ def plan(
             raise TrainingError(f"micro-batches cannot be planned with {name} = {value}; give a whole number from 1")
     trained = [sample for sample in samples if sample.trained_tokens]
     used = [s for s in trained if not skip_flat or s.advantages[s.loss_mask.astype(bool)].any()]
+    rows = [_row(sample) for sample in used]
     kinds: dict[object, list[_Item]] = {}
-    for index, sample in enumerate(used):
-        length = _padded(len(_row(sample)), align)
+    for index, (sample, row) in enumerate(zip(used, rows, strict=True)):
+        length = _padded(len(row), align)
         item = _Item(index=index, length=length, cost=length * (1 + pair_cost * length))
         kinds.setdefault(apart(sample) if apart else None, []).append(item)
     groups = [sorted(items, key=lambda item: (-item.cost, item.index)) for items in kinds.values()]
     bins, count = _all_bins(groups, ranks=ranks, budget=budget, multiple=multiple)
     return Plan(
         used=tuple(used),
+        rows=tuple(rows),
         shares=_share(bins, {item.index: item.cost for items in groups for item in items}, ranks, count),
         align=align,
         total_tokens=sum(sample.trained_tokens for sample in trained),
@@ -216,11 +223,12 @@ def _expert_shape(samples: Sequence[TrainingSample]) -> tuple[int, ...] | None:
 
 def empty(align: int) -> PackedBatch:
     """A micro-batch without samples."""
-    return _collate([], align, None)
+    return _collate([], [], align, None)
 
 
-def _collate(members: Sequence[TrainingSample], align: int, expert_shape: tuple[int, ...] | None) -> PackedBatch:
-    rows = [_row(member) for member in members]
+def _collate(
+    members: Sequence[TrainingSample], rows: Sequence[Row], align: int, expert_shape: tuple[int, ...] | None
+) -> PackedBatch:
     masks = [member.loss_mask.astype(bool) for member in members]
     counts = np.array([mask.sum() for mask in masks], dtype=np.int64)
     lengths = [_padded(len(row), align) for row in rows] or [align]
@@ -276,6 +284,15 @@ class ContextShare:
 
 def split_for_context(batch: PackedBatch, cp: int, rank: int) -> ContextShare:
     """The share of context-parallel rank `rank` of `cp`; with one rank, the whole."""
+    if cp == 1:
+        return ContextShare(
+            tokens=np.arange(batch.ids.size),
+            ids=batch.ids,
+            positions=batch.positions,
+            experts=batch.experts,
+            predictors=batch.predictors,
+            trained=np.arange(len(batch.targets)),
+        )
     mine = zigzag(batch.cu_seqlens, cp, rank)
     where = np.full(batch.ids.size, -1, dtype=np.int64)
     where[mine] = np.arange(len(mine))
@@ -284,7 +301,7 @@ def split_for_context(batch: PackedBatch, cp: int, rank: int) -> ContextShare:
         tokens=mine,
         ids=batch.ids[mine],
         positions=batch.positions[..., mine],
-        experts=batch.experts if batch.experts is None or cp == 1 else batch.experts[mine],  # large: not copied in vain
+        experts=None if batch.experts is None else batch.experts[mine],
         predictors=local[local >= 0],
         trained=np.flatnonzero(local >= 0),
     )

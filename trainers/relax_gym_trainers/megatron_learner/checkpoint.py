@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from relax_gym.errors import RelaxGymError, RunFolderError, TrainingError, reason
-from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (compat before megatron)
+from relax_gym_trainers.megatron_learner import compat, lora  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.megatron_learner.checkpoint_files import Region, Stored, Writing, table, write_index
 from relax_gym_trainers.megatron_learner.checkpoint_slots import (
     MOMENTS,
@@ -47,12 +47,20 @@ class Checkpointer:
     """Saves and loads what one rank of many has; every rank calls every method at the same time."""
 
     def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, config: PretrainedConfig, reference: Any, control: Any, layout: str
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        config: PretrainedConfig,
+        reference: Any,
+        control: Any,
+        layout: str,
+        adapters: dict[str, Any] | None = None,
     ) -> None:
-        """`control` is a group of all ranks on the CPU; `layout` names how they are laid out."""
+        """`control` is a group of all ranks on the CPU; `layout` names how they are laid out. Of a model with
+        `adapters`, described by `lora.facts`, there is nothing else to keep."""
         self._slots = slots(chunks, optimizer)
         self._optimizer, self._config, self._reference = optimizer, config, reference
-        self._control, self._layout = control, layout
+        self._control, self._layout, self._adapters = control, layout, adapters
         self._rank, self._world = dist.get_rank(control), dist.get_world_size(control)
         self._pending: tuple[Path, Writing, list[Region], dict[str, Any]] | None = None
 
@@ -89,6 +97,7 @@ class Checkpointer:
             "model": description(self._config),
             "step": step,
             "reference": reference,
+            "lora": self._adapters,
             **facts,
         }
         self._pending = place, Writing(place / self._file(self._rank), tensors), mine, index
@@ -135,6 +144,7 @@ class Checkpointer:
 
     def _checked(self, stored: Stored) -> Stored:
         check(stored, self._config)
+        lora.check(stored.index.get("lora"), self._adapters, stored.folder)
         moments = MOMENTS if stored.index["step"] is not None else ()
         for slot in self._slots:
             for kind in (WEIGHT, *(moments if slot.optimizer is not None else ())):

@@ -20,7 +20,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig
 
-    from relax_gym_trainers.megatron_learner import compat, hf, model
+    from relax_gym_trainers.megatron_learner import compat, hf, lora, model
     from relax_gym_trainers.megatron_learner.checkpoint import FOLDER, check
     from relax_gym_trainers.megatron_learner.checkpoint_files import Stored
     from relax_gym_trainers.megatron_learner.checkpoint_slots import fill, slots
@@ -38,6 +38,8 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         initialise(layout, 0, f"file://{meeting}/point", "gloo")
         try:
             chunks = model.build(config, layout, getattr(torch, stored.index["dtype"]), whole=whole)
+            if (adapters := stored.index.get("lora")) is not None:
+                lora.rebuild(chunks, config, whole, layout, adapters, checkpoint)
             for slot in slots(chunks, None):
                 fill(slot, stored)
             hf.write_folder(hf.Export(chunks, config), state, folder)

@@ -12,6 +12,7 @@ from torch import Tensor
 from relax_gym.errors import TrainingError
 from relax_gym_trainers.megatron_learner import compat, hf  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.megatron_learner.checkpoint_files import Region, Stored
+from relax_gym_trainers.megatron_learner.modules.adapters import changing
 from relax_gym_trainers.megatron_learner.optimizer import parts
 
 from megatron.core import parallel_state  # isort: skip
@@ -64,17 +65,20 @@ def regions(shards: Shards, value: Tensor, kind: str = "") -> list[tuple[Region,
 
 
 def slots(chunks: Sequence[Any], optimizer: Any) -> list[Slot]:
-    """Every parameter of this rank, in the order of `parameters()`. Without an `optimizer` they are all frozen."""
+    """Every parameter of this rank that is `changing`, in that order. Without an `optimizer` they are all frozen."""
     owners = _owners(optimizer) if optimizer is not None else {}
     metadata = {
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     out = []
+    kept = {id(parameter) for parameter in changing(chunks)}
     for chunk in chunks:
         model = hf.unwrapped(chunk)
         sharded = model.sharded_state_dict(metadata=metadata)
         for name, parameter in model.named_parameters():
+            if id(parameter) not in kept:
+                continue
             if not isinstance(sharded.get(name), ShardedTensor | ShardedTensorFactory):
                 raise TrainingError(f"{type(model).__name__} does not say how {name} is cut among ranks; this is a bug")
             whole = slice(0, parameter.numel())

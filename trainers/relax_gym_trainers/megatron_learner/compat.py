@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from relax_gym_trainers.device import add_product
+
 CPU = torch.device("cpu")
 _PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
 
@@ -46,9 +48,41 @@ def _import_megatron() -> None:
 
 _import_megatron()
 
-from megatron.core.tensor_parallel import mappings  # noqa: E402
+from megatron.core.optimizer import clip_grads  # noqa: E402
+from megatron.core.tensor_parallel import layers, mappings  # noqa: E402
 from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
 from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
+
+
+class _WeightGradients:
+    """What Megatron takes from Apex to add the gradient of a matrix to a buffer as it is computed."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, total: Tensor) -> None:
+        """total [o, i] float32 += gradᵀ [o, t] @ inputs [t, i]."""
+        add_product(total, grad.T, inputs)
+
+
+if not layers._grad_accum_fusion_available:
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
+
+
+def _scale(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    """Megatron's stand-in for Apex makes a copy of each tensor."""
+    source, into = tensors
+    if source is not into:
+        torch._foreach_copy_(into, source)
+    torch._foreach_mul_(into, factor)
+
+
+def _norm(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], *options: object) -> tuple[Tensor, None]:
+    """Megatron's stand-in for Apex reads the norm of each tensor off the device."""
+    return torch.nn.utils.get_total_norm(tensors[0]).float().reshape(1), None
+
+
+if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
 
 
 class CudaIsCpu(TorchFunctionMode):

@@ -21,6 +21,7 @@ from relax_gym.config import ModelConfig
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError, ModelError, TrainingError, reason
 from relax_gym.models import load_tokenizer, resolve_model
+from relax_gym.processing import MediaProcessor
 from relax_gym.teacher import Distillation, Teacher, TeacherScores, checked_scores
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.functional import append_tail
@@ -29,6 +30,7 @@ from relax_gym_trainers.megatron_learner.backend import Look, MegatronBackend, R
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan
 from relax_gym_trainers.megatron_learner.divergence import SharedTop, SharedVocabulary, shared_top
 from relax_gym_trainers.megatron_learner.families.base import number_of_experts
+from relax_gym_trainers.megatron_learner.towers import MediaReader, text_config
 from relax_gym_trainers.reference import on_host, settle
 from relax_gym_trainers.torch_learner.distillation import Distiller, check_top
 from relax_gym_trainers.torch_learner.divergence import Form, Target
@@ -59,11 +61,11 @@ class RankTeacher(Teacher):
 
     def score(self, samples: Sequence[TrainingSample], *, temperature: float, top_k: int) -> list[TeacherScores]:
         """See `Teacher.score`; on every rank. Raises ModelError at another temperature than the policy's, and where a
-        sample has media."""
+        sample has media that it cannot read."""
         own = self.backend.head.temperature
         if temperature != own:
             raise ModelError(f"this teacher scores at temperature {own}, not at {temperature}")
-        refuse_media(samples)
+        self.check_media(samples)
         part = self.backend.plan(samples, skip_flat=False)
         found: dict[TrainingSample, TeacherScores] = {}
         for batch, top in zip(part.micro_batches, self._tops(part.micro_batches, top_k), strict=True):
@@ -112,13 +114,28 @@ class RankTeacher(Teacher):
 
     def _read(self, mine: Sequence[PackedBatch], look: Look[T]) -> tuple[list[T | None], Head | None]:
         """See `MegatronBackend.read`; and this rank's rows of the head, on its device, where there are some."""
-        alone = [_of_text(batch) for batch in mine]
+        alone = [self._own(batch) for batch in mine]
         with self.backend.as_reference() if self._offload else contextlib.nullcontext():
             found, head = self.backend.read(alone, look), None
             if parallel_state.is_pipeline_last_stage():
                 head = self.backend.rows_of_head()
                 head = dataclasses.replace(head, weight=head.weight.detach())  # what is there now, wherever it goes
             return found, head
+
+    def _own(self, batch: PackedBatch) -> PackedBatch:
+        """Without what is the policy's only, the chosen experts, and with the positions of this model."""
+        plain = np.concatenate([np.arange(length) for length in np.diff(batch.cu_seqlens)])
+        return self.backend.laid_out(dataclasses.replace(batch, experts=None, positions=plain))
+
+    def check_media(self, samples: Sequence[TrainingSample]) -> None:
+        """Raises ModelError where a sample has media and the model reads text only: it would take the placeholders for
+        text."""
+        seen = next((sample for sample in samples if sample.media), None)
+        if seen is not None and self.backend.reader is None:
+            raise ModelError(
+                f"sample {seen.episode_id!r} has {seen.media[0].media.kind} input, but its teacher reads text only; "
+                "give the algorithm one that reads media"
+            )
 
     def close(self) -> None:
         """Drop the weights."""
@@ -202,7 +219,7 @@ class RankDistiller(Distiller):
         teacher, top_k = self._teachers[name], self._distillation.top_k
         samples = [sample for sample in plan.used if self.owner(sample) == name]
         if isinstance(teacher, RankTeacher):
-            refuse_media(samples)
+            teacher.check_media(samples)
             shares = [[self.owner(plan.used[members[0]]) for members in share if members] for share in plan.shares]
             count = max(owners.count(name) for owners in shares)
             return teacher.targets(mine, count, top_k=top_k, form=self._form)
@@ -222,16 +239,6 @@ class RankDistiller(Distiller):
         top = join("logprobs"), join("top_ids"), join("top_logprobs")
         logprobs, ids, likeliest = (values.to(self._student.device) for values in top)
         return _shared_top((logprobs, ids, likeliest), self._form)
-
-
-def refuse_media(samples: Sequence[TrainingSample]) -> None:
-    """Raises ModelError: a teacher on the ranks reads text, and would take placeholders for it."""
-    for sample in samples:
-        if sample.media:
-            raise ModelError(
-                f"sample {sample.episode_id!r} has {sample.media[0].media.kind} input, which a teacher on the Megatron "
-                "learner's ranks cannot see; give the algorithm a teacher_engine"
-            )
 
 
 def load_distiller(
@@ -269,14 +276,16 @@ def load_teacher(folder: Path, context: RunContext, student: MegatronBackend) ->
     """
     trust, rows = context.config.model.trust_remote_code, student.head.vocabulary
     check_tokenizer(folder, context.tokenizer, load_tokenizer(folder, trust_remote_code=trust))
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    processor = MediaProcessor.load(folder, context.config.media, trust_remote_code=trust)
+    whole = AutoConfig.from_pretrained(folder)
+    config = text_config(whole)
     surplus = surplus_rows(folder, config, rows=rows, used=len(context.tokenizer))
     config.vocab_size = rows  # so that every rank has the same ids of both
     layout = student.layout
     if not number_of_experts(config):
         layout = dataclasses.replace(layout, ep=1, etp=None)  # the ranks of a stage share no experts
     try:
-        chunks = model.build(config, layout, student.head.dtype, calculate_per_token_loss=True)
+        chunks = model.build(config, layout, student.head.dtype, whole=whole, calculate_per_token_loss=True)
         hf.load(chunks, folder, config, surplus=surplus)
     except (ConfigError, ModelError) as error:
         raise type(error)(
@@ -285,12 +294,8 @@ def load_teacher(folder: Path, context: RunContext, student: MegatronBackend) ->
         ) from error
     for chunk in chunks:
         chunk.requires_grad_(False)
-    return RankTeacher(MegatronBackend(chunks, layout, student.options, student.head))
-
-
-def _of_text(batch: PackedBatch) -> PackedBatch:
-    """Without what is the policy's only: chosen experts, and a position on each of its axes, all the same."""
-    return dataclasses.replace(batch, experts=None, positions=np.atleast_2d(batch.positions)[0])
+    reader = None if processor is None else MediaReader(processor, whole)
+    return RankTeacher(MegatronBackend(chunks, layout, student.options, student.head, reader))
 
 
 def _shared_top(top: Top, form: Form) -> SharedTop:

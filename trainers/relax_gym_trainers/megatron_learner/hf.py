@@ -22,6 +22,7 @@ from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before me
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.megatron_learner.families.base import OUTPUT, Rule, number_of_experts, sizes
 from relax_gym_trainers.megatron_learner.families.forms import Vocabulary
+from relax_gym_trainers.megatron_learner.modules.adapters import Adapted, adapted, of_adapter
 from relax_gym_trainers.megatron_learner.modules.experts import unstacked
 
 from megatron.core import parallel_state  # isort: skip
@@ -79,7 +80,8 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def places(chunk: Any, config: PretrainedConfig) -> Iterator[tuple[str, Tensor, Place]]:
-    """(name, parameter, place) of each parameter of a chunk of this rank, in the order of the model; each expert apart.
+    """(name, parameter, place) of each parameter of a chunk of this rank but adapters, in the order of the model; each
+    expert apart.
 
     Raises:
         ModelError: the family has no rule for one.
@@ -87,6 +89,8 @@ def places(chunk: Any, config: PretrainedConfig) -> Iterator[tuple[str, Tensor, 
     patterns = [(_pattern(rule), rule) for rule in family_of(config).rules]
     model = unwrapped(chunk)
     for name, parameter in unstacked(model.named_parameters()):
+        if of_adapter(name):
+            continue
         for pattern, rule in patterns:
             if found := pattern.fullmatch(name):
                 layer, expert = (int(found.groupdict().get(key) or 0) for key in ("layer", "expert"))
@@ -166,7 +170,7 @@ class _Piece:
 
 
 class Export:
-    """All weights under the hub's names, full, on every rank; what goes where is planned once.
+    """All weights under the hub's names, full, adapters merged, on every rank; what goes where is planned once.
 
     A collective: every rank builds it, and every rank iterates to the end each time.
     """
@@ -177,6 +181,7 @@ class Export:
         self.rules = family_of(config).rules
         self._models = [unwrapped(chunk) for chunk in chunks]
         self._parameters: list[dict[str, Tensor]] = []
+        self._adapted: list[dict[str, Adapted]] = []
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._experts = parallel_state.get_expert_model_parallel_group()
         self._buckets = list(self._plan(chunks, bucket_bytes))
@@ -185,6 +190,7 @@ class Export:
         """(name, tensor) in the order of the layers; a tensor is valid until the next is taken, copy it to keep it."""
         # Anew each time: what wraps the model may have moved the parameters that hold several experts.
         self._parameters = [dict(unstacked(model.named_parameters())) for model in self._models]
+        self._adapted = [dict(adapted(model)) for model in self._models]
         for bucket in self._buckets:
             yield from self._open(bucket)
 
@@ -230,11 +236,15 @@ class Export:
                 names = Place(rule, piece.layer, expert, piece.rest).hub
                 yield from zip(names, rule.form.join(list(shards), sizes(self.config)), strict=True)
 
+    def _value(self, piece: _Piece) -> Tensor:
+        linear = self._adapted[piece.chunk].get(piece.name)
+        return self._parameters[piece.chunk][piece.name].detach() if linear is None else linear.merged()
+
     def _gather(self, bucket: list[_Piece]) -> Tensor:
         """[expert-parallel ranks, tensor-parallel ranks, numbers of the bucket] on every rank."""
         rule, piece = self.rules[bucket[0].rule], bucket[0]
         if piece.stage == self._pipeline.rank():
-            flat = torch.cat([self._parameters[p.chunk][p.name].detach().flatten() for p in bucket])
+            flat = torch.cat([self._value(p).flatten() for p in bucket])
         else:
             device = next(iter(self._parameters[0].values())).device
             flat = torch.empty(sum(p.shape.numel() for p in bucket), dtype=piece.dtype, device=device)

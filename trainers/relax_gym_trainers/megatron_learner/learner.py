@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.learner import Learner
 from relax_gym.sampler import Weights
-from relax_gym.types import Batch, Metrics
+from relax_gym.types import Batch, Metrics, TrainingSample
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.ranks import Ranks
+from relax_gym_trainers.torch_learner.objectives import asked_for
 
 BUCKET_BYTES = 1 << 28
 """Of weights that are gathered while as many before them are sent."""
@@ -38,6 +40,8 @@ class MegatronLearner(Learner):
             timeout=options.timeout,
             start_timeout=options.start_timeout,
         )
+        only = options.updates_per_step * options.epochs == 1
+        self._prepares = any(asked_for(algorithm, only=only) for algorithm in load_algorithms(context.config))
         self.version = 0
         self.exports_checkpoints = options.checkpoint_model
         self._finish: Callable[[], None] | None = None
@@ -47,6 +51,11 @@ class MegatronLearner(Learner):
         metrics: Metrics = self._ranks.call("step", batch)
         self.version += 1
         return metrics
+
+    def prepare(self, samples: Sequence[TrainingSample]) -> None:
+        """See `PolicyLearner.prepare`."""
+        if self._prepares:
+            self._ranks.call("prepare", list(samples))
 
     def imitate(self, batch: Batch, *, lr: float) -> Metrics:
         """See `PolicyLearner.imitate`."""

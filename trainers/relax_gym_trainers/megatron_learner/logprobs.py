@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,8 +76,12 @@ def excluded_rows(
     rows: int, group: Any, vocabulary: int, never: Sequence[int] | None, device: torch.device
 ) -> Tensor | None:
     """Which of this rank's rows of the head are padding or an id `never` sampled; None where there are none."""
-    start = _rank(group) * rows
-    excluded = {*(never or ()), *range(vocabulary, start + rows)}
+    return _excluded(rows, _rank(group) * rows, vocabulary, tuple(never or ()), device)
+
+
+@functools.lru_cache(maxsize=16)  # each micro-batch asks for the same
+def _excluded(rows: int, start: int, vocabulary: int, never: tuple[int, ...], device: torch.device) -> Tensor | None:
+    excluded = {*never, *range(vocabulary, start + rows)}
     mine = sorted(index - start for index in excluded if start <= index < start + rows)
     return torch.tensor(mine, device=device) if mine else None
 

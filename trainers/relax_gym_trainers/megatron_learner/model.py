@@ -14,7 +14,9 @@ from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner import compat, hf
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.megatron_learner.families.base import head_size, rotary
-from relax_gym_trainers.megatron_learner.modules.experts import use_grouped
+from relax_gym_trainers.megatron_learner.modules.adapters import AdaptedColumn, AdaptedRow
+from relax_gym_trainers.megatron_learner.modules.experts import submodules_of, use_grouped
+from relax_gym_trainers.megatron_learner.modules.mlp import lean
 from relax_gym_trainers.megatron_learner.modules.norms import RMSNorm
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angles
@@ -244,7 +246,8 @@ def from_folder(
 def block_spec(
     config: TransformerConfig, vp_stage: int | None = None, *, grouped: bool = True
 ) -> TransformerBlockSubmodules:
-    """The layers of a chunk: Megatron's local ones with this learner's norms, attention and experts."""
+    """The layers of a chunk: Megatron's local ones with this learner's norms, attention, experts and linears that
+    can have adapters."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -253,11 +256,17 @@ def block_spec(
     ).submodules
     attention = layer.self_attention.submodules
     attention.core_attention = RotaryAttention
+    attention.linear_qkv, attention.linear_proj = AdaptedColumn, AdaptedRow
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.num_moe_experts and grouped:
+    if not config.num_moe_experts:
+        feed_forward = submodules_of(layer.mlp)
+        feed_forward.linear_fc1, feed_forward.linear_fc2 = AdaptedColumn, AdaptedRow
+    elif grouped:
         use_grouped(layer.mlp)
+    if config.recompute_granularity == "selective" and not config.num_moe_experts:
+        layer.mlp = lean(layer.mlp)
     spec = ModuleSpec(module=TransformerLayer, submodules=layer)
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from relax_gym_trainers.torch_learner.options import LearnerOptions
+from relax_gym_trainers.torch_learner.options import LearnerOptions, LoraOptions
 
 TORCH_ONLY = {
-    "lora": 'learner.name = "torch" trains adapters',
     "freeze": 'learner.name = "torch" does, and freeze_encoders is here, too',
     "activation_checkpointing": "learner.recompute says what is computed again",
 }
@@ -31,6 +30,13 @@ class MegatronLearnerOptions(LearnerOptions):
             raise ValueError(f"the Megatron learner has no {found[0]}; {TORCH_ONLY[found[0]]}")
         return given
 
+    @field_validator("lora")
+    @classmethod
+    def _without_dropout(cls, given: LoraOptions | None) -> LoraOptions | None:
+        if given is not None and given.dropout:
+            raise ValueError(f'the Megatron learner has no dropout, not {given.dropout}; learner.name = "torch" has it')
+        return given
+
     tp: int = Field(1, ge=1, description="ranks that share each matrix")
     pp: int = Field(1, ge=1, description="pipeline stages")
     vpp: int = Field(1, ge=1, description="chunks of layers of each pipeline stage")
@@ -42,12 +48,14 @@ class MegatronLearnerOptions(LearnerOptions):
         None, description="share the tokens between matrices among the tp ranks; default: if tp > 1"
     )
     distributed_optimizer: bool = Field(True, description="share the optimizer's state among the dp ranks")
+    logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits over the vocabulary exist at one time")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: less memory, more time"
     )
     offload_reference: bool = Field(
         False, description="keep weights of reference and teachers in host memory, on the devices only for their passes"
     )
+    lora: LoraOptions | None = None
     checkpoint_model: bool = Field(
         True, description="make checkpoints model folders, too; else `relax-gym export` makes one of them"
     )

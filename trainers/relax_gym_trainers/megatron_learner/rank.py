@@ -13,7 +13,7 @@ from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
-from relax_gym_trainers.megatron_learner import hf, model
+from relax_gym_trainers.megatron_learner import hf, lora, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
 from relax_gym_trainers.megatron_learner.checkpoint import Checkpointer
 from relax_gym_trainers.megatron_learner.distillation import load_distiller
@@ -28,7 +28,7 @@ from relax_gym_trainers.torch_learner.objectives import build_objectives
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective"},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": []},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 BUCKET_BYTES = 1 << 28
@@ -63,10 +63,14 @@ class RankLearner(PolicyLearner):
             self._dtype,
             whole=whole,
             calculate_per_token_loss=True,
+            gradient_accumulation_fusion=True,
             **RECOMPUTE[options.recompute],
         )
         if options.freeze_encoders:
             freeze_encoders(chunks, self._config)
+        if options.lora is not None:
+            encoders = {"freeze_encoders": options.freeze_encoders}
+            lora.adapt(chunks, self._config, whole, self.layout, options.lora, seed=config.seed, **encoders)
         wrapped = wrap(chunks, options)
         self.optimizer = build_optimizer(wrapped, options, self._dtype)
         head = Head(
@@ -84,8 +88,10 @@ class RankLearner(PolicyLearner):
         self._export, self._source = hf.Export(chunks, self._config, bucket_bytes=BUCKET_BYTES), context.model_path
         self._gathering, self._writes = iter(self._export), place.rank == 0
         self._warming_up = self._reference_moved = False
+        control = self.backend.control
+        adapters = lora.facts(chunks, self._config, options, context.model_path, control)
         self._checkpointer = Checkpointer(
-            chunks, self.optimizer, self._config, self.backend.reference, self.backend.control, str(self.layout)
+            chunks, self.optimizer, self._config, self.backend.reference, control, str(self.layout), adapters
         )
         if any(objective.algorithm.needs_reference for objective in self.objectives):
             self.backend.reference.take()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_gym.errors import TrainingError
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.megatron_learner import compat, hf  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.torch_learner.packing import UNROUTED
 from relax_gym_trainers.torch_learner.replay import check_fits
@@ -62,13 +63,14 @@ class RouterReplay:
         if self._config.sequence_parallel:
             shares = mine.chunk(parallel_state.get_tensor_model_parallel_world_size())
             mine = shares[parallel_state.get_tensor_model_parallel_rank()]
-        chosen = mine[:, self._layers].to(device).transpose(0, 1).contiguous()
+        chosen = upload(mine, device).long()[:, self._layers].transpose(0, 1).contiguous()
         ordered = chosen.sort(-1).values
         wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= self._config.num_moe_experts)
         wrong |= (ordered.diff(dim=-1) == 0).any(-1)
         wrong &= (ordered != UNROUTED).any(-1)
         self.wrong = wrong.any() if self.wrong is None else self.wrong | wrong.any()
-        packed.experts = chosen.masked_fill(wrong[..., None], UNROUTED)  # a kernel that met one would abort
+        chosen = chosen.masked_fill(wrong[..., None], UNROUTED)  # a kernel that met one would abort
+        packed.experts = chosen, chosen == UNROUTED
 
 
 class Chosen:
@@ -77,12 +79,12 @@ class Chosen:
     def __init__(self, place: int) -> None:
         """`place` is the layer's among those of its chunk that have experts."""
         self._place = place
-        self._experts: Tensor | None = None
+        self._experts: tuple[Tensor, Tensor] | None = None
 
     def take(self, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """The layer is about to compute a pack, for the first time or again."""
-        experts: Tensor | None = getattr(options["packed_seq_params"], "experts", None)
-        self._experts = None if experts is None else experts[self._place]
+        kept: tuple[Tensor, Tensor] | None = getattr(options["packed_seq_params"], "experts", None)
+        self._experts = None if kept is None else (kept[0][self._place], kept[1][self._place])
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Choose
@@ -94,7 +96,8 @@ class Chosen:
         values, own = choose(scores, topk, num_groups, group_topk)
         if self._experts is None:
             return values, own
-        indices = torch.where(self._experts == UNROUTED, own, self._experts.long())
+        asked, unknown = self._experts
+        indices = torch.where(unknown, own, asked)
         return scores.gather(1, indices), indices
 
 

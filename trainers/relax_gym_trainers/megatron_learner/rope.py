@@ -30,7 +30,7 @@ class RotaryAttention(CoreAttention):
     ) -> Tensor:
         """As `CoreAttention.forward`, for packed rows whose `rotary` was set by `keep_angles`."""
         cosines, sines = packed_seq_params.rotary
-        query, key = turn(query, cosines, sines), turn(key, cosines, sines)
+        query, key = turn_both(query, key, cosines, sines)
         return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
 
 
@@ -51,6 +51,11 @@ def keep_angles(
 
 
 @fused
+def turn_both(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    """`turn` each."""
+    return turn(query, cosines, sines), turn(key, cosines, sines)
+
+
 def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """[t, heads, head] turned; the first half of each head pairs with the second."""
     first, second = heads.chunk(2, -1)

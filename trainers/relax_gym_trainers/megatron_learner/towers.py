@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from relax_gym.errors import ConfigError
 from relax_gym.models import empty_language_model
 from relax_gym.processing import MediaProcessor
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.torch_learner.packing import check_placeholders
@@ -80,7 +81,7 @@ class MediaReader:
         own = {"ids": batch.ids[present], "rows": rows, "which": which}
         return MediaInputs(
             tensors={name: tensor.to(device) for name, tensor in self.processor.inputs(batch.media).items()},
-            **{name: torch.from_numpy(array).to(device) for name, array in own.items()},
+            **{name: upload(array, device) for name, array in own.items()},
         )
 
 

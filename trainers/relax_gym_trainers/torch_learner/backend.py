@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_gym.algorithm import FloatArray
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.distillation import Distiller
@@ -75,8 +76,8 @@ class TorchBackend:
         return accumulate_imitation_gradient(self.policy, part, step=step)
 
     def exchange(
-        self, values: dict[TrainingSample, FloatArray], samples: Sequence[TrainingSample]
-    ) -> dict[TrainingSample, FloatArray]:
+        self, values: dict[TrainingSample, NDArray[Any]], samples: Sequence[TrainingSample]
+    ) -> dict[TrainingSample, NDArray[Any]]:
         """See `Backend.exchange`."""
         return values
 
@@ -86,4 +87,4 @@ class TorchBackend:
 
     def merge(self, tally: Tally) -> Tally:
         """See `Backend.merge`."""
-        return tally
+        return tally.settle()

@@ -18,6 +18,7 @@ from relax_gym.models import resolve_model
 from relax_gym.teacher import Distillation, Teacher, checked_scores
 from relax_gym.trajectory import with_advantage
 from relax_gym.types import TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.functional import append_tail, distilled_advantages, divergence
 from relax_gym_trainers.torch_learner.divergence import FullVocabulary, Target, TopTokens, compare_all
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
@@ -77,7 +78,7 @@ class Distiller:
         """
         target = self._target(batch, policy.device)
         features = policy.features(batch)
-        targets = torch.from_numpy(batch.targets).to(policy.device)
+        targets = upload(batch.targets, policy.device)
         logprobs, entropy = policy.read(features, targets, keep=False)  # two chunks' logits follow
         return logprobs, entropy, *compare_all(policy, features, target)
 
@@ -87,13 +88,13 @@ class Distiller:
         top_k = self._distillation.top_k
         if not top_k:
             assert isinstance(teacher, FrozenTeacher)
-            targets = torch.from_numpy(batch.targets).to(device)
+            targets = upload(batch.targets, device)
             features = teacher.features(batch)
             return FullVocabulary(teacher=teacher.policy, features=features, targets=targets, form=self._form)
         scores = checked_scores(teacher, batch.members, temperature=self._temperature, top_k=top_k)
 
         def join(name: str) -> Tensor:
-            return torch.from_numpy(np.concatenate([getattr(score, name) for score in scores])).to(device)
+            return upload(np.concatenate([getattr(score, name) for score in scores]), device)
 
         top = append_tail(join("top_logprobs"))
         return TopTokens(ids=join("top_ids"), top=top, logprobs=join("logprobs"), form=self._form)

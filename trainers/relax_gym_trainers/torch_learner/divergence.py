@@ -137,9 +137,9 @@ class _HeadDivergence(torch.autograd.Function):
 
 def _grad_block(
     target: Target, log_softmax: Callable[[Tensor], Tensor], raw: Tensor, head: Head, grad: Tensor, *given: Tensor
-) -> Tensor:
+) -> None:
     logits, slope = head.logits(raw)
-    logits.requires_grad_()
+    logits = logits.detach().requires_grad_()  # they may be `raw` itself
     with torch.enable_grad():
         value, _ = target.compare(log_softmax(logits), *given)
-    return torch.autograd.grad(value, logits, grad.to(value))[0].mul_(slope)
+    raw.copy_(torch.autograd.grad(value, logits, grad.to(value))[0].mul_(slope))

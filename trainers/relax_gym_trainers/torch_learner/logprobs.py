@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from relax_gym_trainers.device import add_product
 from relax_gym_trainers.fused import fused
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ MIN_LOGIT = -1e5
 """Stands for a log-probability of -inf where it is multiplied by its probability, 0."""
 
 BLOCK_ELEMENTS = 2**21
-GPU_BLOCK_ELEMENTS = 2**26
+GPU_BLOCK_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +123,12 @@ def backward_head(
     weight: Tensor,
     bias: Tensor | None,
     values: Callable[[slice], Sequence[Any]],
-    grad_block: Callable[..., Tensor],
+    grad_block: Callable[..., None],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of hidden states, W and b, `ctx.chunk` tokens at a time, the last first: `ctx.raw` has its W h + b,
     or is None.
 
-    `grad_block` takes some rows of W h + b, which it may overwrite, the head and those of `values`; it gives the rows'
-    gradient.
+    `grad_block` takes some rows of W h + b, the head and those of `values`; it puts the rows' gradient in their place.
     """
     weight_, hidden_ = weight.to(ctx.dtype), hidden.to(ctx.dtype)
     grad_hidden = torch.empty_like(hidden)
@@ -141,7 +141,7 @@ def backward_head(
         _differentiate(raw, ctx.head, values(rows), grad_block, grad_bias)
         grad_hidden[rows] = (raw @ weight_).to(hidden.dtype)
         if grad_weight is not None:
-            _add_product(grad_weight, raw.T, hidden_[rows])
+            add_product(grad_weight, raw.T, hidden_[rows])
         raw = None  # lets go of one chunk's logits before the next one's are there
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias
 
@@ -157,23 +157,13 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _differentiate(
-    raw: Tensor, head: Head, values: Sequence[Any], grad_block: Callable[..., Tensor], grad_bias: Tensor | None
+    raw: Tensor, head: Head, values: Sequence[Any], grad_block: Callable[..., None], grad_bias: Tensor | None
 ) -> None:
     """Put the gradient of W h + b, [n, V], in its place, and add that of b to `grad_bias`."""
     for part in blocks(raw):
-        block = raw[part]
-        grad = grad_block(block, head, *cut(values, part))
-        block.copy_(grad)  # nothing to do where `grad` is `block`
-        if grad_bias is not None:
-            grad_bias += grad.sum(0).to(grad_bias.dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+        grad_block(raw[part], head, *cut(values, part))
+    if grad_bias is not None:
+        grad_bias += raw.sum(0, dtype=grad_bias.dtype)
 
 
 def cut(values: Sequence[Any], rows: slice) -> list[Any]:
@@ -211,10 +201,10 @@ def score_block(raw: Tensor, head: Head, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 @fused
-def grad_block(raw: Tensor, head: Head, *values: Any) -> Tensor:
-    """`_grad_logits` against W h + b, some rows of it, which are overwritten."""
+def grad_block(raw: Tensor, head: Head, *values: Any) -> None:
+    """`_grad_logits` against W h + b, in the place of the latter's rows."""
     logits, slope = head.logits(raw)
-    return _grad_logits(logits, *values).mul_(slope)
+    raw.copy_(_grad_logits(logits, *values).mul_(slope))
 
 
 def reduce(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

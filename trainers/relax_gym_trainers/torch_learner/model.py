@@ -72,7 +72,7 @@ def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed:
             raise ConfigError(
                 "learner.freeze and learner.lora exclude each other: lora already freezes all but adapters"
             )
-        _add_adapters(model, options.lora, seed)
+        add_adapters(model, options.lora, seed)
     if options.freeze_encoders:
         encoders = encoder_parameters(model)
         if not encoders:
@@ -99,7 +99,12 @@ def encoder_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if id(parameter) not in text]
 
 
-def _add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> None:
+def add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> None:
+    """Put new adapters into the model and freeze the rest; the same ones for the same seed.
+
+    Raises:
+        ConfigError: peft is missing, or a target matches nothing.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:

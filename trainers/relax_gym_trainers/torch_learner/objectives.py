@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_gym.algorithm import Algorithm, FloatArray
+from relax_gym.algorithm import Algorithm
 from relax_gym.config import RunConfig
 from relax_gym.credit import subtract_kl
 from relax_gym.teacher import Distillation
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner.distillation import Distiller, distill_advantages
-from relax_gym_trainers.torch_learner.update import Part, Tally, kl_by_sample
+from relax_gym_trainers.torch_learner.scores import Found, GroupScores, Values, joined, name_of
+from relax_gym_trainers.torch_learner.update import Part, Tally, reward_kl
 
 
 class Backend(Protocol):
@@ -43,8 +45,8 @@ class Backend(Protocol):
         """Add the gradient of the mean negative log-likelihood of the trained tokens and return that mean."""
 
     def exchange(
-        self, values: dict[TrainingSample, FloatArray], samples: Sequence[TrainingSample]
-    ) -> dict[TrainingSample, FloatArray]:
+        self, values: dict[TrainingSample, NDArray[Any]], samples: Sequence[TrainingSample]
+    ) -> dict[TrainingSample, NDArray[Any]]:
         """What all processes know of the samples together, each of those of its share."""
 
     def merge(self, tally: Tally) -> Tally:
@@ -73,10 +75,29 @@ class Objective:
     distiller: Distiller | None
     loss_weight: float
     backend: Backend
+    policy: GroupScores = field(init=False)
+    reference: GroupScores = field(init=False)
+    teachers: GroupScores = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is known of any sample."""
+        object.__setattr__(self, "policy", GroupScores(self._score))
+        object.__setattr__(self, "reference", GroupScores(self._score_as_reference))
+        object.__setattr__(self, "teachers", GroupScores(self._ask_teachers))
 
     def part(self, samples: Sequence[TrainingSample], *, skip_flat: bool) -> Part[Any]:
         """See `Backend.plan`."""
         return self.backend.plan(samples, skip_flat=skip_flat, distiller=self.distiller)
+
+    def prepare(self, samples: Sequence[TrainingSample], *, only: bool) -> None:
+        """Compute what `shape` and `piece` will ask for of a group's samples."""
+        for name in asked_for(self.algorithm, only=only):
+            getattr(self, name).of(samples)
+
+    def forget(self) -> None:
+        """The weights have changed, and the samples are gone."""
+        for scores in (self.policy, self.reference, self.teachers):
+            scores.forget()
 
     def shape(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
         """The samples with what only the learner knows of their reward in their advantages: KL and teachers."""
@@ -84,24 +105,23 @@ class Objective:
             samples = self._shape_by_reference(samples, tally)
         if self.distiller is None or self.distiller.as_loss:
             return samples
-        scores = self.distiller.sampled(samples)
+        known = self.teachers.of(samples)
+        scores = [known[name_of(sample)] for sample in samples]
         for sample, score in zip(samples, scores, strict=True):
             gap = sample.logprobs[sample.loss_mask == 1] - score
             tally.mean(opd_kl=torch.from_numpy(gap), teacher_logprob=torch.from_numpy(score))
         return distill_advantages(samples, scores, weight=self.distiller.weight)
 
     def _shape_by_reference(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
-        part = self.part(samples, skip_flat=False)
-        if self.algorithm.old_logprobs == "rollout":
-            logprobs = [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
-        else:
-            logprobs = self.backend.score_all(part)
-        with self.backend.as_reference():
-            reference = self.backend.score_all(part)
-        kl = self.backend.exchange(kl_by_sample(part, logprobs, reference, self.algorithm), samples)
-        for values in kl.values():
-            tally.mean(kl_reward=torch.from_numpy(values))
-        return subtract_kl(samples, [kl.get(sample, np.zeros(0)) for sample in samples], self.algorithm)
+        reference = self.reference.of(samples)
+        own = {} if self.algorithm.old_logprobs == "rollout" else self.policy.of(samples)
+        kl = []
+        for sample in samples:
+            rollout = sample.logprobs[sample.loss_mask == 1]
+            new, ref = own.get(name_of(sample), rollout), reference.get(name_of(sample), rollout)
+            kl.append(reward_kl(new, ref, self.algorithm))
+            tally.mean(kl_reward=torch.from_numpy(kl[-1]))
+        return subtract_kl(samples, kl, self.algorithm)
 
     def piece(self, samples: Sequence[TrainingSample], update: Sequence[TrainingSample], *, only: bool) -> Piece:
         """This objective's `samples` out of those of a whole `update`, whose totals are the loss's denominators.
@@ -118,19 +138,51 @@ class Objective:
             loss_weight=self.loss_weight,
         )
         return Piece(
-            objective=self, part=part, old=self._old_logprobs(part, only), reference=self._reference_logprobs(part)
+            objective=self,
+            part=part,
+            old=self._old_logprobs(part, samples, only),
+            reference=self._reference_logprobs(part, samples),
         )
 
-    def _old_logprobs(self, part: Part[Any], only: bool) -> list[Tensor] | None:
+    def _old_logprobs(self, part: Part[Any], samples: Sequence[TrainingSample], only: bool) -> list[Tensor] | None:
         if self.algorithm.old_logprobs == "rollout":
             return [torch.from_numpy(batch.logprobs) for batch in part.micro_batches]
-        return None if only else self.backend.score_all(part)
+        return None if only else _by_batch(part, self.policy.of(samples))
 
-    def _reference_logprobs(self, part: Part[Any]) -> list[Tensor] | None:
-        if not self.algorithm.kl_coef:
-            return None
-        with self.backend.as_reference():
-            return self.backend.score_all(part)
+    def _reference_logprobs(self, part: Part[Any], samples: Sequence[TrainingSample]) -> list[Tensor] | None:
+        return _by_batch(part, self.reference.of(samples)) if self.algorithm.kl_coef else None
+
+    def _score(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
+        return [self._score_group(group) for group in groups]
+
+    def _score_group(self, samples: Sequence[TrainingSample]) -> Values:
+        part = self.part(samples, skip_flat=False)
+        found: Values = {}
+        for batch, scores in zip(part.micro_batches, self.backend.score_all(part), strict=True):
+            values = np.split(scores.cpu().numpy(), np.cumsum(batch.token_counts))[:-1]
+            found |= zip(batch.members, values, strict=True)
+        return self.backend.exchange(found, samples)
+
+    def _score_as_reference(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
+        with self.backend.as_reference():  # once for all: its weights may be far away
+            return self._score(groups)
+
+    def _ask_teachers(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
+        assert self.distiller is not None
+        return [dict(zip(group, self.distiller.sampled(group), strict=True)) for group in groups]
+
+
+def asked_for(algorithm: Algorithm, *, only: bool) -> list[str]:
+    """Which of an objective's `GroupScores` its steps ask for."""
+    own = algorithm.old_logprobs == "recompute" and (algorithm.kl_reward_coef > 0 or not only)
+    taught = algorithm.distillation is not None and algorithm.distillation.level == "reward"
+    return [
+        name for name, used in (("policy", own), ("reference", algorithm.needs_reference), ("teachers", taught)) if used
+    ]
+
+
+def _by_batch(part: Part[Any], found: Found) -> list[Tensor]:
+    return [torch.from_numpy(joined(found, batch.members)) for batch in part.micro_batches]
 
 
 def build_objectives(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from relax_gym.errors import ModelError, TrainingError
 from relax_gym.processing import BIDIRECTIONAL, MediaProcessor
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.torch_learner.logprobs import MIN_LOGIT, Head, _HeadLogProbs, linear, without
 from relax_gym_trainers.torch_learner.packing import MicroBatch, check_placeholders
 from relax_gym_trainers.torch_learner.replay import RouterReplay
@@ -96,14 +97,14 @@ class Policy:
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy (nats, at the temperature) of each trained token, [N] each, float32 or better."""
-        return self.read(self.features(batch), torch.from_numpy(batch.targets).to(self.device))
+        return self.read(self.features(batch), upload(batch.targets, self.device))
 
     def features(self, batch: MicroBatch) -> Tensor:
         """What the head reads to predict each trained token, [N, H]; without a head of ours the bare logits, [N, V]."""
         for module in self._dropouts:
             module.training = torch.is_grad_enabled()
         self.replay.use(batch, self.device)
-        predictors = torch.from_numpy(batch.predictors).to(self.device)
+        predictors = upload(batch.predictors, self.device)
         inputs = self._inputs(batch.ids, batch.positions, batch.segments, batch.branches) | self._media_inputs(batch)
         out = self.model(**inputs).logits if self.head is None else self.backbone(**inputs).last_hidden_state
         rows: Tensor = out.flatten(0, 1).index_select(0, predictors)
@@ -144,15 +145,15 @@ class Policy:
         return self.dtype if self.head.weight.dtype == torch.float32 else self.head.weight.dtype
 
     def _inputs(self, ids: Any, positions: Any, segments: Any, branches: bool) -> dict[str, Any]:
-        ids = torch.from_numpy(ids).to(self.device)
+        ids = upload(ids, self.device)
         if not branches:
             # Pads are on the right, where causal attention never looks from a real token.
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-        mask = tree_mask(torch.from_numpy(segments).to(self.device))
+        mask = tree_mask(upload(segments, self.device))
         if self.model.config._attn_implementation == "eager":
             dtype = self.model.dtype
             mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-        positions = torch.from_numpy(positions).to(self.device)
+        positions = upload(positions, self.device)
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
 
     def _media_inputs(self, batch: MicroBatch) -> dict[str, Tensor]:

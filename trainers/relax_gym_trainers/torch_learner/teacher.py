@@ -19,6 +19,7 @@ from relax_gym.models import load_tokenizer
 from relax_gym.processing import MediaProcessor
 from relax_gym.teacher import Teacher, TeacherScores
 from relax_gym.types import TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.torch_learner import model as models
 from relax_gym_trainers.torch_learner.logprobs import blocks, cut, fill, slices
 from relax_gym_trainers.torch_learner.packing import MicroBatch, pack
@@ -76,7 +77,7 @@ class FrozenTeacher(Teacher):
         """Log-prob of each target, [N], and ids and log-probs of the likeliest tokens, [N, K] each."""
         policy = self.policy
         features = self.features(batch)
-        targets = torch.from_numpy(batch.targets).to(features.device)
+        targets = upload(batch.targets, features.device)
         count, exact = len(features), torch.promote_types(features.dtype, torch.float32)
         values = features.new_empty(count, 1 + top_k, dtype=exact)
         found = [values[:, 0], targets.new_empty(count, top_k), values[:, 1:]]

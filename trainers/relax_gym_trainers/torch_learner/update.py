@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from relax_gym.algorithm import Algorithm, FloatArray, TrainedTokens
 from relax_gym.errors import TrainingError
 from relax_gym.types import Metrics, TrainingSample
+from relax_gym_trainers.device import upload
 from relax_gym_trainers.functional import kl_estimate, token_weights
 from relax_gym_trainers.objective import correction_weight, mismatch, policy_loss
 from relax_gym_trainers.torch_learner.distillation import Distiller
@@ -110,28 +111,41 @@ def check_sampled(samples: Sequence[TrainingSample], *, step: int) -> None:
 
 @dataclass(slots=True)
 class Tally:
-    """Means over tokens and maxima, collected over micro-batches."""
+    """Means over tokens and maxima, collected over micro-batches.
 
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    maxima: dict[str, float] = field(default_factory=dict)
+    What a GPU computes stays there until `settle`: to read a number is to wait for everything before it.
+    """
+
+    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[str, Any] = field(default_factory=lambda: defaultdict(int))
+    maxima: dict[str, Any] = field(default_factory=dict)
 
     def mean(self, **values: Tensor) -> None:
         """Add tokens to the mean of each name."""
         for name, value in values.items():
-            if not value.numel():
-                continue
-            self.sums[name] += value.double().sum().item()
-            self.counts[name] += value.numel()
+            if value.numel():
+                self.sums[name] += value.double().sum()
+                self.counts[name] += value.numel()
+
+    def share(self, name: str, value: Tensor, *, among: Tensor) -> None:
+        """Add to the mean of a name the tokens `among` which it is taken, [N] bool as `value`."""
+        self.sums[name] += (value & among).sum(dtype=torch.float64)
+        self.counts[name] += among.sum()
 
     def maximum(self, name: str, value: Tensor) -> None:
         """Take the largest of `value` and what was seen before."""
-        if not value.numel():
-            return
-        self.maxima[name] = max(self.maxima.get(name, -math.inf), value.max().item())
+        if value.numel():
+            highest = value.max()
+            self.maxima[name] = torch.maximum(self.maxima[name], highest) if name in self.maxima else highest
+
+    def settle(self) -> Tally:
+        """Itself, with numbers for what was on devices."""
+        for values in (self.sums, self.counts, self.maxima):
+            values |= {name: value.item() for name, value in values.items() if isinstance(value, Tensor)}
+        return self
 
     def __add__(self, other: Tally) -> Tally:
-        """What both have seen."""
+        """What both have seen; both are settled."""
         out = Tally(sums=defaultdict(float, self.sums), counts=defaultdict(int, self.counts), maxima={**self.maxima})
         for name, value in other.sums.items():
             out.sums[name] += value
@@ -142,7 +156,8 @@ class Tally:
 
     def metrics(self) -> Metrics:
         """All of it by name."""
-        return {name: total / self.counts[name] for name, total in self.sums.items()} | self.maxima
+        self.settle()
+        return {name: total / self.counts[name] for name, total in self.sums.items() if self.counts[name]} | self.maxima
 
 
 def score_all(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -151,15 +166,11 @@ def score_all(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tenso
         return [policy.score(batch)[0] for batch in micro_batches]
 
 
-def kl_by_sample(
-    part: Part[Trained], logprobs: Sequence[Tensor], reference: Sequence[Tensor], algorithm: Algorithm
-) -> dict[TrainingSample, FloatArray]:
-    """For each sample the reward's KL to the reference at each of its trained tokens, float64 [trained_tokens]."""
-    out: dict[TrainingSample, FloatArray] = {}
-    for batch, new, ref in zip(part.micro_batches, logprobs, reference, strict=True):
-        kl = kl_estimate(new.to(ref), ref, algorithm.kl_reward_estimator).double().cpu().numpy()
-        out |= zip(batch.members, np.split(kl, np.cumsum(batch.token_counts))[:-1], strict=True)
-    return out
+def reward_kl(new: NDArray[Any], reference: NDArray[Any], algorithm: Algorithm) -> FloatArray:
+    """The reward's KL to the reference at each of a sample's trained tokens, float64 [trained_tokens]."""
+    ref = torch.from_numpy(reference)
+    kl: FloatArray = kl_estimate(torch.from_numpy(new).to(ref), ref, algorithm.kl_reward_estimator).double().numpy()
+    return kl
 
 
 def accumulate_policy_gradient(
@@ -184,7 +195,7 @@ def accumulate_policy_gradient(
     Raises:
         TrainingError: the loss is not finite, or a teacher's scores are missing.
     """
-    total = 0.0
+    total: float | Tensor = 0.0
     with policy.autocast():
         for index, batch in enumerate(part.micro_batches):
             logprobs, terms = _score(policy, algorithm, distiller, batch, tally)
@@ -198,12 +209,11 @@ def accumulate_policy_gradient(
                 reference=None if reference is None else reference[index],
                 tally=tally,
                 first=first,
-                step=step,
             )
-            total += loss
+            total = total + loss
             _backward(policy, pairs)
             del logprobs, terms, pairs  # or what their backward needs would outlive it into the next micro-batch
-    return total
+    return finite("loss", total, step)
 
 
 def differentiate(
@@ -217,33 +227,29 @@ def differentiate(
     reference: Tensor | None,
     tally: Tally,
     first: bool,
-    step: int,
-) -> tuple[float, list[tuple[Tensor, Tensor]]]:
-    """The loss of one micro-batch, and tensors [N] each with the gradient of the loss against it.
+) -> tuple[Tensor, list[tuple[Tensor, Tensor | None]]]:
+    """The loss of one micro-batch, float64, and tensors [N] each with the gradient of the loss against it, if any.
 
     The loss is a function of [N] numbers: differentiated apart from the model, its pieces can be looked at, and any
     backward can go on from here. `terms` are what else of each token is in the loss, [N], with a factor; for the others
     see `accumulate_policy_gradient`.
-
-    Raises:
-        TrainingError: the loss is not finite.
     """
+    device = logprobs.device
     tokens = TrainedTokens(
         logprobs=logprobs.detach().requires_grad_(),
-        old_logprobs=logprobs.detach() if old is None else old.to(logprobs),
-        rollout_logprobs=torch.from_numpy(batch.logprobs).to(logprobs),
-        advantages=torch.from_numpy(batch.advantages).to(logprobs),
-        sample=torch.from_numpy(batch.sample).to(logprobs.device),
+        old_logprobs=logprobs.detach() if old is None else upload(old, device).to(logprobs),
+        rollout_logprobs=upload(batch.logprobs, device).to(logprobs),
+        advantages=upload(batch.advantages, device).to(logprobs),
+        sample=upload(batch.sample, device),
         num_samples=len(batch.token_counts),
     )
-    weights = _weights(algorithm, part, batch).to(logprobs)
+    weights = upload(_weights(algorithm, part, batch), device).to(logprobs)
     loss, grad = _loss(algorithm, tokens, weights, reference, tally)
-    loss += sum(factor * (weights * value.detach()).sum().item() for value, factor in terms)
-    if not math.isfinite(loss):
-        raise TrainingError(non_finite("loss", loss, step))
+    for value, factor in terms:
+        loss = loss + factor * (weights * value.detach()).sum().double()
     if first:
         _compare(algorithm, tokens, tally)
-    return loss, [(logprobs, grad), *((value, factor * weights) for value, factor in terms)]
+    return loss, [(logprobs, grad), *((value, factor * weights if factor else None) for value, factor in terms)]
 
 
 def _score(
@@ -261,7 +267,7 @@ def _score(
     return logprobs, [*terms, (entropy, -algorithm.entropy_coef)]
 
 
-def _weights(algorithm: Algorithm, part: Part[Trained], batch: Trained) -> Tensor:
+def _weights(algorithm: Algorithm, part: Part[Trained], batch: Trained) -> FloatArray:
     """Weight of each token in the loss, [N] float64."""
     each = token_weights(
         batch.token_counts,
@@ -270,18 +276,20 @@ def _weights(algorithm: Algorithm, part: Part[Trained], batch: Trained) -> Tenso
         total_samples=part.total_samples,
         norm=algorithm.token_sum_norm,
     )
-    return part.loss_weight * torch.from_numpy(each[batch.sample])
+    weights: FloatArray = part.loss_weight * each[batch.sample]
+    return weights
 
 
 def _loss(
     algorithm: Algorithm, tokens: TrainedTokens, weights: Tensor, reference: Tensor | None, tally: Tally
-) -> tuple[float, Tensor]:
-    """The policy and KL loss, and its gradient against the log-probs, [N]."""
+) -> tuple[Tensor, Tensor]:
+    """The policy and KL loss, float64, and its gradient against the log-probs, [N]."""
     with torch.autocast(weights.device.type, enabled=False):
         loss = (weights * policy_loss(algorithm, tokens)).sum()
         (grad,) = torch.autograd.grad(loss, tokens.logprobs)
         judged = tokens.advantages != 0
-        tally.mean(ratio_mean=tokens.ratio.detach(), clip_fraction=(grad == 0)[judged])
+        tally.mean(ratio_mean=tokens.ratio.detach())
+        tally.share("clip_fraction", grad == 0, among=judged)
         if algorithm.correction != "none" or algorithm.sequence_mask_delta is not None:
             weight = correction_weight(algorithm, tokens)
             tally.mean(correction_weight=weight, correction_dropped=weight == 0)
@@ -291,12 +299,12 @@ def _loss(
             kl_loss = algorithm.kl_coef * (weights * kl).sum()
             grad = grad + torch.autograd.grad(kl_loss, tokens.logprobs)[0]
             loss = loss + kl_loss
-    return loss.item(), grad
+    return loss.detach().double(), grad
 
 
-def _backward(policy: Policy, outputs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _backward(policy: Policy, outputs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
     """Backward from tensors with their gradients, but not through what has none."""
-    used = [pair for pair in outputs if pair[1].any()] or outputs[:1]
+    used = [(output, grad) for output, grad in outputs if grad is not None]
     with torch.autocast(policy.device.type, enabled=False):
         torch.autograd.backward([output for output, _ in used], [grad for _, grad in used])
 
@@ -313,23 +321,28 @@ def accumulate_imitation_gradient(policy: Policy, part: Part[MicroBatch], *, ste
     Raises:
         TrainingError: the loss is not finite.
     """
-    total = 0.0
+    total: float | Tensor = 0.0
     with policy.autocast():
         for batch in part.micro_batches:
             logprobs, _ = policy.score(batch)
-            total += imitation_loss(logprobs, part, step=step)
+            total = total + imitation_loss(logprobs, part)
             uniform = torch.full_like(logprobs, -1 / part.total_tokens)
             _backward(policy, [(logprobs, uniform)])
-    return total
+    return finite("imitation loss", total, step)
 
 
-def imitation_loss(logprobs: Tensor, part: Part[Trained], *, step: int) -> float:
-    """A micro-batch's share of the mean negative log-likelihood over all trained tokens of the part.
+def imitation_loss(logprobs: Tensor, part: Part[Trained]) -> Tensor:
+    """A micro-batch's share of the mean negative log-likelihood over all trained tokens of the part, float64."""
+    return -logprobs.detach().sum().double() / part.total_tokens
+
+
+def finite(name: str, loss: float | Tensor, step: int) -> float:
+    """The loss of an update as a number, once all of it is added up: on a GPU, when that has come so far.
 
     Raises:
         TrainingError: it is not finite.
     """
-    loss = -logprobs.detach().sum().item() / part.total_tokens
-    if not math.isfinite(loss):
-        raise TrainingError(non_finite("imitation loss", loss, step))
-    return loss
+    value = float(loss)
+    if not math.isfinite(value):
+        raise TrainingError(non_finite(name, value, step))
+    return value

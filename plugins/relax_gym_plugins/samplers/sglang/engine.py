@@ -78,6 +78,12 @@ class Engine:
         limits = [self.info.get(key) for key in ("max_req_input_len", "context_length", "max_total_num_tokens")]
         return min(int(limit) for limit in limits if limit)
 
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of all requests together that its cache holds, where it says so."""
+        tokens = self.info.get("max_total_num_tokens")
+        return int(tokens) * self.dp_size if tokens else None
+
     async def move(self, url: str, headers: Mapping[str, str]) -> None:
         """Speak to another URL from now on."""
         await self.aclose()

@@ -88,10 +88,12 @@ class SGLangSamplerOptions(Options):
 
     def check_run(self, config: RunConfig) -> None:
         """See `Options.check_run`."""
-        if self.colocate and config.train.max_staleness:
+        train = config.train
+        if self.colocate and not train.on_policy:
             raise ConfigError(
-                f"sampler.colocate with train.max_staleness = {config.train.max_staleness}: servers cannot sample "
-                "while their memory is freed; set train.max_staleness = 0"
+                f"sampler.colocate with train.max_staleness = {train.max_staleness} and train.update_every = "
+                f"{train.update_every}: servers cannot sample while their memory is freed; set max_staleness = 0 and "
+                "update_every = 1"
             )
 
     def context_limit(self, positions: int | None) -> int | None:

@@ -80,6 +80,13 @@ class SGLangSampler(Sampler):
             raise SamplerError("the sglang sampler is not started; await start() first")
         return min([*limits, *([self.options.max_context] if self.options.max_context else [])])
 
+    @property
+    def capacity(self) -> int | None:
+        """See `Sampler.capacity`: that of the servers that serve, None while one of them does not say."""
+        sizes = [member.engine.capacity for member in self.fleet.serving]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known and len(known) == len(sizes) else None
+
     async def start(self) -> None:
         """Launch or attach to all servers."""
         for url in self.options.urls or [None] * self.options.engines:

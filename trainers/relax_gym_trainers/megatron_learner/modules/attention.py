@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from relax_gym.errors import ConfigError
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
+from relax_gym_trainers.megatron_learner.modules.flash import attend_packed, can_attend_packed
 from relax_gym_trainers.megatron_learner.modules.pieces import Pieces, cut
-from relax_gym_trainers.megatron_learner.modules.varlen import attend_packed, can_attend_packed
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # isort: skip
@@ -93,7 +93,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             pieces = Pieces.of([len(query) * self.cp_group.size()], len(query), self.cp_group, query.device)
             return self._attend(query, key, value, pieces).flatten(2)
         pieces = cut(packed_seq_params, len(query), self.cp_group, query.device)
-        if can_attend_packed(query, key, value, self.scale):
+        if can_attend_packed(query, key, value):
             key, value = self._gather(key, value, pieces)
             return attend_packed(query, key, value, pieces, self.scale)
         return self._attend(query[:, None], key[:, None], value[:, None], pieces)[:, 0]

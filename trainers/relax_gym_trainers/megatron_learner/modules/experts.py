@@ -142,8 +142,12 @@ def unstacked(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 def use_grouped(mlp: Any) -> None:
     """Make the `mlp` of a layer of Megatron's local spec, which has experts, use `GroupedExperts`."""
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
-    submodules.experts = GroupedExperts
+    submodules_of(mlp).experts = GroupedExperts
+
+
+def submodules_of(mlp: Any) -> Any:
+    """What the `mlp` of a layer of Megatron's local spec is made of: it is a `partial` from 0.19."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _check(config: Any) -> None:

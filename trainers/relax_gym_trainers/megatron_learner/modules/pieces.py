@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from relax_gym_trainers.device import upload
 
 
 class Alone:
@@ -74,7 +77,12 @@ class Pieces:
                 for count in seen
             ]
         )
-        return cls(queries, keys, order.to(device), _starts(queries, device), _starts(keys, device))
+        return cls(queries, keys, upload(order.numpy(), device), _starts(queries, device), _starts(keys, device))
+
+
+def keep_lengths(packed: Any, lengths: list[int]) -> None:
+    """Say how long the rows of a pack (Megatron's `PackedSeqParams`) are: to read it off a device is to wait for it."""
+    packed.lengths = lengths
 
 
 def cut(packed: Any, rows: int, group: Any, device: torch.device) -> Pieces:
@@ -86,8 +94,11 @@ def cut(packed: Any, rows: int, group: Any, device: torch.device) -> Pieces:
     kept: dict[Any, Pieces] = vars(packed).setdefault("pieces", {})
     where = (rows, group.size(), group.rank(), device)
     if where not in kept:
-        starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        kept[where] = Pieces.of(starts.diff().tolist(), rows, group, device)
+        lengths = vars(packed).get("lengths")
+        if lengths is None:
+            starts = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+            lengths = starts.diff().tolist()
+        kept[where] = Pieces.of(lengths, rows, group, device)
     return kept[where]
 
 
@@ -107,4 +118,4 @@ def _zigzag(chunks: list[int], rows: int, ranks: int) -> list[Tensor]:
 
 
 def _starts(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return upload(np.array([0, *accumulate(lengths)], dtype=np.int32), device)

@@ -1,0 +1,27 @@
+"""`[supervision]` and `[timeline]`: how long a run waits, and how much it says of its times."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SupervisionConfig(BaseModel):
+    """`[supervision]`: seconds that the loop waits for one thing before the run ends and says what was stuck."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    start: float = Field(3600, gt=0, description="the sampler's start, or the loading of a checkpoint")
+    rollout: float = Field(7200, gt=0, description="the groups of a step, or an evaluation")
+    learner: float = Field(3600, gt=0, description="a step of the learner")
+    publish: float = Field(1800, gt=0, description="new weights, from the learner to the sampler")
+    checkpoint: float = Field(3600, gt=0, description="the writing of a checkpoint")
+    close: float = Field(120, gt=0, description="the end of each part, once the run has failed or is over")
+    loop: float = Field(600, gt=0, description="a blocking call in the event loop")
+
+
+class TimelineConfig(BaseModel):
+    """`[timeline]`: `timeline.json` of the run folder, which Perfetto opens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_mib: float = Field(64.0, ge=0, description="of timelines that are kept, the newest half at least; 0: none")

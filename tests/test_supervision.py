@@ -1,0 +1,261 @@
+"""What a run waits for: said in status.json, limited by [supervision], and ended by signals."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_cases import half_a, run, trainer
+
+import relax_gym
+from relax_gym.doctor import diagnose
+from relax_gym.errors import Stopped, StuckError
+from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.sampler import Weights
+from relax_gym.stopping import LeftUndone, Stopping
+from relax_gym.supervision import BLOCKED_EXIT_CODE
+from relax_gym.testing import RecordingLearner
+from relax_gym.types import Batch
+
+
+class Silent(relax_gym.Env):
+    """Never answers."""
+
+    asked = asyncio.Event()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return relax_gym.user("?"), {}
+
+    async def step(self, action: str) -> Any:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+if "test/Silent-v0" not in relax_gym.list():
+    relax_gym.register("test/Silent-v0", Silent)
+
+
+class Hanging(RecordingLearner):
+    """Does not come back from the method that is named."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method, self.released = method, threading.Event()
+
+    def hang(self, method: str) -> None:
+        if method == self.method:
+            self.released.wait(60)
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        self.hang("step")
+        return super().step(batch)
+
+    def weights(self) -> Weights:
+        self.hang("weights")
+        return iter(())
+
+    def export(self, folder: Path) -> None:
+        self.hang("export")
+        super().export(folder)
+
+    def close(self) -> None:
+        self.hang("close")
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "status.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "limit", "named"),
+    [
+        ("step", "learner", "the learner's step 1 took longer than supervision.learner = 0.2 s"),
+        ("weights", "publish", "the publication of version 0 took longer than supervision.publish = 0.2 s"),
+        ("export", "checkpoint", "a checkpoint took longer than supervision.checkpoint = 0.2 s"),
+    ],
+)
+def test_k110_a_learner_that_hangs_is_named_and_ends_the_run(
+    tmp_path: Path, method: str, limit: str, named: str
+) -> None:
+    learner = Hanging(method)
+    try:
+        loop = trainer(tmp_path, half_a, learner, train={"steps": 1}, supervision={limit: 0.2, "close": 0.2})
+        if method == "weights":
+            loop._parts.sampler.update_weights = lambda weights, version: asyncio.to_thread(list, weights)
+        with pytest.raises((StuckError, BaseExceptionGroup)) as caught:
+            run(loop)
+    finally:
+        learner.released.set()
+    errors = caught.value.exceptions if isinstance(caught.value, BaseExceptionGroup) else [caught.value]
+    assert named in str(errors[0])
+    assert loop._parts.sampler.closed
+    assert (status(tmp_path / "run")["state"], named in status(tmp_path / "run")["error"]) == ("failed", True)
+    assert named in (diagnose(tmp_path / "run").last_error or "")
+
+
+def test_k110_a_part_that_cannot_be_closed_is_left_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    learner = Hanging("close")
+    loop = trainer(tmp_path, half_a, learner, train={"steps": 1}, supervision={"close": 0.2})
+    assert run(loop).steps == 1
+    learner.released.set()
+    assert "the learner, to be closed took longer than supervision.close = 0.2 s" in caplog.text
+    assert status(tmp_path / "run")["state"] == "finished"
+
+
+def test_k110_an_env_that_hangs_longer_than_a_step_may_wait_is_named(tmp_path: Path) -> None:
+    loop = trainer(tmp_path, half_a, env=[{"id": "test/Silent-v0"}], supervision={"rollout": 0.3})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop)
+    assert caught.group_contains(
+        StuckError, match=r"groups of step 1 took longer .* it waits for step\(\) \(env test/Silent-v0, seed \d+\)"
+    )
+
+
+def test_k110_an_evaluation_that_hangs_names_its_env(tmp_path: Path) -> None:
+    sections = {"supervision": {"rollout": 0.3}, "eval": {"episodes": 1}}
+    with pytest.raises(StuckError, match=r"an evaluation took longer .* step\(\) \(env test/Silent-v0"):
+        run(trainer(tmp_path, half_a, env=[{"id": "test/Silent-v0"}], **sections))
+
+
+def test_k106_a_sampler_that_takes_no_weights_and_ignores_its_cancellation_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_gym.supervision.LEAVING", 0.1)
+    loop = trainer(tmp_path, half_a, supervision={"publish": 0.2})
+    released = asyncio.Event()
+
+    async def stubborn(weights: Weights, version: int) -> None:
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                continue
+
+    loop._parts.sampler.update_weights = stubborn
+
+    async def main() -> None:
+        with pytest.raises(StuckError, match="publication of version 0"):
+            await loop.run()
+        released.set()
+
+    asyncio.run(main())
+
+
+def test_k109_whatever_is_cancelled_but_the_run_is_not_swallowed() -> None:
+    async def main() -> None:
+        stopping = Stopping()
+        waiting = asyncio.ensure_future(stopping.unless_asked(asyncio.Event().wait()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+        stopping.ask()
+        with pytest.raises(LeftUndone):
+            await stopping.unless_asked(asyncio.Event().wait())
+
+        async def done() -> int:
+            return 1
+
+        task = asyncio.ensure_future(done())
+        await task
+        assert await stopping.unless_asked(task) == 1
+
+    asyncio.run(main())
+
+
+# Signals -------------------------------------------------------------------------------------------------------------
+
+
+class Asking(RecordingLearner):
+    """Has the process signalled during the step that is named."""
+
+    def __init__(self, at: int, number: int) -> None:
+        super().__init__()
+        self.at, self.number = at, number
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        if self.version + 1 == self.at:
+            os.kill(os.getpid(), self.number)
+        return super().step(batch)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("every", "saved"), [(1, 2), (2, 2), (3, 3)])
+def test_a_signal_ends_the_run_after_a_checkpoint(
+    tmp_path: Path, number: signal.Signals, every: int, saved: int
+) -> None:
+    before = signal.getsignal(number)
+    loop = trainer(tmp_path, half_a, Asking(2, number), train={"steps": 6, "update_every": every})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop)
+    assert caught.group_contains(Stopped, match=f"stopped by {number.name} after step {saved}, which is saved")
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [saved]
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, saved + 1))
+    assert signal.getsignal(number) == before
+    assert diagnose(tmp_path / "run").state == "stopped"
+
+
+def test_a_signal_does_not_wait_for_rollouts(tmp_path: Path) -> None:
+    loop = trainer(tmp_path, half_a, env=[{"id": "test/Silent-v0"}])
+
+    async def main() -> None:
+        Silent.asked = asyncio.Event()
+        running = asyncio.ensure_future(loop.run())
+        await Silent.asked.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        asyncio.run(main())
+    assert caught.group_contains(Stopped, match="before its first step was trained")
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+CHILD = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from train_cases import half_a, run, trainer
+from relax_gym.testing import RecordingLearner
+
+class Ends(RecordingLearner):
+    def step(self, batch):
+        if sys.argv[2] == "twice":
+            os.kill(os.getpid(), signal.SIGTERM)
+            while signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait()
+
+class Blocks:
+    def log(self, step, metrics):
+        time.sleep(3600)
+    def close(self): ...
+
+blocks = sys.argv[2] == "block"
+loop = trainer(Path(sys.argv[1]), half_a, None if blocks else Ends(), supervision={"loop": 0.5})
+loop._trackers = [Blocks()] if blocks else []
+run(loop)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_process_at_once_and_k109_a_blocked_loop_with_its_stack(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    codes = {}
+    for how in ("twice", "block"):
+        command = [sys.executable, "-c", CHILD, str(tmp_path / how), how]
+        (tmp_path / how).mkdir()
+        codes[how] = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False).returncode
+    assert codes == {"twice": -signal.SIGTERM, "block": BLOCKED_EXIT_CODE}
+    assert "in log" in (tmp_path / "block" / "run" / "run.log").read_text()
+    assert "event loop was blocked" in status(tmp_path / "block" / "run")["error"]
+    assert diagnose(tmp_path / "twice" / "run").state == "killed"
