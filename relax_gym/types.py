@@ -168,6 +168,14 @@ class Trajectory:
         return float(sum(score for score in scores if score is not None))
 
     @property
+    def tool_log(self) -> list[dict[str, Any]]:
+        """The tool calls that a `ToolEnv` answered, in order: the `turn` they were made in, and what it says of each.
+
+        That is what the env did, and not what the model says it did.
+        """
+        return [{"turn": at, **call} for at, turn in enumerate(self.turns) for call in turn.info.get("tool_log", ())]
+
+    @property
     def messages(self) -> list[Message]:
         """The whole conversation, the model's turns as assistant messages."""
         out: list[Message] = []

@@ -49,7 +49,7 @@ FACTS = {
     "regex": Facts("0 or 1", 'pattern = "^[0-9]+$"'),
     "remote": Facts("what the service gives", 'url = "http://localhost:9000/score", key_env = "SCORER_KEY"'),
     "repetition": Facts("-`penalty` to 0", "n = 4, penalty = 0.5"),
-    "tool_use": Facts("0 to 1", "at_least = 2"),
+    "tool_use": Facts("0 to 1", 'required = [{ name = "search", arguments = { query = "x" } }]'),
     "turn_penalty": Facts("at most 0", "per_turn = 0.05"),
     "weighted_sum": Facts("that of its terms", 'rewards = [{ name = "format" }, { name = "math" }]'),
     "wer": Facts("0 to 1", "normalise = false"),
