@@ -119,6 +119,14 @@ def test_turn_penalty(turns: int, per_turn: float, expected: float) -> None:
         ("B", ["A", "b"], 1.0),
         ("C", ["A", "B"], 0.0),
         ("STRASSE", "straße", 1.0),
+        ("Paris\nParis", "Paris", 0.0),
+        ("P a r i s", "Paris", 0.0),
+        ("<answer>Paris</answer>", "Paris", 0.0),
+        ("Paris, or London", "Paris", 0.0),
+        ("[]", "", 0.0),
+        ("1.0", 1, 0.0),
+        ("a-b", "a-b", 1.0),
+        ("café", "cafe", 0.0),
     ],
 )
 def test_exact_match(action: str, answer: Any, expected: float) -> None:

@@ -62,6 +62,20 @@ def ask(program: str, tests: Any, files: Any = None, **options: Any) -> float:
         ("print(open('given/data').read())", [{"input": "", "output": "hello"}], 1.0),
         ("def broken(:", ASSERTS, 0.0),
         ("", ASSERTS, 0.0),
+        ("def add(a, b=0): return sum((a, b))", ["assert add(3) == 3", "assert add(a=1, b=1) == 2"], 1.0),
+        ("def f(n): return [] if n == 0 else f(n - 1) + [n]", ["assert f(3) == [1, 2, 3]"], 1.0),
+        ("def f(): return 0.1 + 0.2", ["assert f() == 0.3", "assert abs(f() - 0.3) < 1e-9"], 0.5),
+        ("def f(): return 1\nprint('noise' * 1000)", ["assert f() == 1"], 1.0),
+        ("def f(): return undefined", ["assert f() == 1"], 0.0),
+        ("def g(): return 1", ["assert f() == 1"], 0.0),
+        (
+            "import sys\nfor line in sys.stdin: print(line[::-1].strip())",
+            [{"input": "ab\ncd\n", "output": "ba\ndc"}],
+            1.0,
+        ),
+        ("print('9 ')\nprint()", PRINTS, 1.0),
+        ("print('99')", PRINTS, 0.0),
+        ("print(9)\nraise ValueError", PRINTS, 0.0),
     ],
 )
 def test_programs_get_the_share_of_tests_they_pass(program: str, tests: Any, expected: float) -> None:
