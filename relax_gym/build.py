@@ -24,7 +24,7 @@ from relax_gym.processing import MediaProcessor
 from relax_gym.redaction import check_secrets
 from relax_gym.registry import load
 from relax_gym.sampler import Sampler
-from relax_gym.scoring import WeightedReward, close_rewards
+from relax_gym.scoring import WeightedReward, close_rewards, make_reward
 from relax_gym.tasks import TaskSource
 
 log = logging.getLogger("relax_gym")
@@ -105,7 +105,7 @@ def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
         built.add(partial(close_rewards, terms, timeout=config.rollout.reward_timeout))
         for index, term in enumerate(config.reward):
             try:
-                reward = plugins().get("reward", term.name)(**term.kwargs)
+                reward = make_reward(plugins().get("reward", term.name), term.kwargs)
             except Exception as error:  # a constructor is the user's code; the advice is the same whatever it raises
                 raise refused(f"reward.{index}.kwargs", f"reward {term.name!r}", term.kwargs, reason(error)) from error
             key = term.key or getattr(reward, "key", None)

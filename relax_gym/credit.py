@@ -152,12 +152,15 @@ def _turn_advantages(group: Group, algorithm: Algorithm) -> list[FloatArray]:
 def _rewards_to_go(trajectory: Trajectory, reward: float, discount: float) -> FloatArray:
     """Discounted rewards from each turn on, [turns]; NaN for an episode that could not be scored.
 
-    A turn's reward is what the env gave for it; what the episode's reward has beyond that comes with the last turn.
+    A turn's reward is what the env gave for it and what rewards give turn by turn; what the episode's reward has beyond
+    that comes with the last turn.
     """
     steps = np.array([turn.reward or 0.0 for turn in trajectory.turns], dtype=np.float64)
     if not len(steps):
         return steps
-    steps[-1] += reward - trajectory.env_return
+    for values in trajectory.reward_turns.values():
+        steps += values
+    steps[-1] += reward - steps.sum()
     for turn in range(len(steps) - 2, -1, -1):
         steps[turn] += discount * steps[turn + 1]
     return np.full_like(steps, np.nan) if np.isnan(reward) else steps

@@ -25,7 +25,7 @@ from relax_gym.redaction import check_secrets
 from relax_gym.rollout import Limits, rollout
 from relax_gym.run_folder import check_run_folder
 from relax_gym.sampler import SamplingParams, Session
-from relax_gym.scoring import WeightedReward, close_rewards, score
+from relax_gym.scoring import WeightedReward, close_rewards, score, score_group
 from relax_gym.tasks import TaskSource
 from relax_gym.types import StopReason, Task, Trajectory
 from relax_gym.view import printable
@@ -170,6 +170,8 @@ async def _rehearse(
         for task in tasks:
             actor, trajectory = await _play(task, f"dry-{len(rehearsals)}", config, renderer, budget, threads, loader)
             trajectory = await score(trajectory, rewards, timeout=timeout, threads=threads)
+            alike = [trajectory] * config.train.group_size  # rewards of groups may need others
+            trajectory, *_ = await score_group(alike, rewards, timeout=timeout, threads=threads)
             rehearsals.append(_rehearsal(task, actor, trajectory, renderer))
     return rehearsals
 

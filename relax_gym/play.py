@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_gym.config import MediaConfig, RolloutConfig
 from relax_gym.env_driver import EnvDriver
 from relax_gym.media.loader import MediaLoader
+from relax_gym.reward import is_group_reward
 from relax_gym.rollout import Limits, Turnstile, rollout
 from relax_gym.sampler import Sampler, SamplingParams, Session
-from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score
+from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score, score_group
 from relax_gym.timeline import episode_row, span
 from relax_gym.types import Metrics, Task, Trajectory
 from relax_gym.workers import WorkerThreads
 
 if TYPE_CHECKING:
     from relax_gym.chat import ChatRenderer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,7 @@ class Player:
     ) -> list[Trajectory]:
         """Play and score episodes side by side, each in its session; results in the order given.
 
+        Rewards of groups score the episodes of one task together, when the last of them has ended.
         The caller closes the sessions. Those that are not needed any more are closed here already, but for the last:
         it stays open until the caller has decided what comes after this group.
         """
@@ -84,10 +90,39 @@ class Player:
                 scored = await score(
                     trajectory, self._rewards, timeout=self._config.reward_timeout, threads=self._reward_threads
                 )
-            on_end(scored)
+            if not together:
+                on_end(scored)
             return scored
 
-        return await gather([one(*pair) for pair in zip(episodes, sessions, strict=True)])
+        together = any(is_group_reward(term.reward) for term in self._rewards)
+        plays = [one(*pair) for pair in zip(episodes, sessions, strict=True)]
+        return await (self._play_groups(episodes, plays, on_end) if together else gather(plays))
+
+    async def _play_groups(
+        self,
+        episodes: Sequence[Episode],
+        plays: Sequence[Coroutine[Any, Any, Trajectory]],
+        on_end: Callable[[Trajectory], None],
+    ) -> list[Trajectory]:
+        """The same for groups, the episodes that share a task; each is scored when its last episode has ended."""
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for place, episode in enumerate(episodes):
+            places[id(episode.task)].append(place)
+
+        async def group(members: Sequence[int]) -> list[Trajectory]:
+            scored = await score_group(
+                await gather([plays[place] for place in members]),
+                self._rewards,
+                timeout=self._config.reward_timeout,
+                threads=self._reward_threads,
+            )
+            for trajectory in scored:
+                on_end(trajectory)
+            return scored
+
+        groups = await gather([group(members) for members in places.values()])
+        ended = dict(zip(chain(*places.values()), chain(*groups), strict=True))
+        return [ended[place] for place in range(len(episodes))]
 
     async def demonstrate(
         self, episodes: Sequence[Episode], open_session: Callable[[EnvDriver, int], Session]
@@ -149,7 +184,7 @@ def close_sessions(sessions: Sequence[Session]) -> None:
         session.close()
 
 
-async def gather(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all, in order; the first failure cancels the rest and is raised."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from relax_gym.errors import ConfigError, RunFolderError, reason
 from relax_gym.plugins import plugins
 from relax_gym.registry import check_kwargs
 from relax_gym.run_folder import read_lines
-from relax_gym.scoring import WeightedReward, close_rewards, score
+from relax_gym.scoring import WeightedReward, close_rewards, make_reward, score, score_group
 from relax_gym.types import (
     Completion,
     EpisodeError,
@@ -32,9 +34,13 @@ FIELDS = ("question", "answer", "reference", "info", "label", "id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """An episode; how it was scored when it was played, and what somebody says it should get, each None without."""
+    """An episode; how it was scored when it was played, and what somebody says it should get, each None without.
+
+    Those with the same `group` are the episodes of one task, which rewards of groups score together.
+    """
 
     trajectory: Trajectory
+    group: str
     recorded: float | None = None
     label: float | None = None
 
@@ -56,7 +62,9 @@ def text_case(
         stop_reason=StopReason.ENV_DONE,
         info={**({} if reference is None else {"answer": reference}), **(info or {})},
     )
-    return Case(trajectory=trajectory, label=known.get("label"))
+    return Case(
+        trajectory=trajectory, group=json.dumps([question, trajectory.info], default=repr), label=known.get("label")
+    )
 
 
 def read_cases(source: Path, *, step: int | None = None, kind: str | None = None) -> list[Case]:
@@ -98,6 +106,7 @@ def _case(record: Any, where: str) -> Case:
         try:
             return Case(
                 trajectory=trajectory_of(record),
+                group=_group(record),
                 recorded=record.get("reward"),
                 label=_label(record.get("label"), where),
             )
@@ -110,6 +119,14 @@ def _case(record: Any, where: str) -> Case:
     if not isinstance(record.get("info", {}), Mapping):
         raise RunFolderError(f"{where} has info {record['info']!r:.80}; it must be an object")
     return text_case(**{"id": where.rpartition(" ")[2], **record, "label": _label(record.get("label"), where)})
+
+
+def _group(record: Mapping[str, Any]) -> str:
+    """As it was played, else all there is of the same task in its step."""
+    played = [record.get("step"), record.get("kind")]
+    if record.get("group_id") is not None:
+        return json.dumps([*played, record["group_id"]])
+    return json.dumps([*played, *(record.get(key) for key in ("env_id", "seed", "kwargs", "options", "mixture"))])
 
 
 def _label(label: Any, where: str) -> float | None:
@@ -163,7 +180,7 @@ def load_reward(name: str, kwargs: Mapping[str, Any], *, key: str | None = None)
     factory = plugins().get("reward", name)
     check_kwargs("reward", name, factory, kwargs)
     try:
-        reward = factory(**kwargs)
+        reward = make_reward(factory, kwargs)
     except Exception as error:  # a constructor is anybody's code
         raise ConfigError(f"reward {name!r}: {reason(error)}; `relax-gym rewards show {name}` lists options") from error
     return WeightedReward(name=name, weight=1.0, key=key or getattr(reward, "key", None), reward=reward)
@@ -176,13 +193,23 @@ def rescore(cases: Sequence[Case], term: WeightedReward, *, timeout: float) -> l
 
 async def _rescore(cases: Sequence[Case], term: WeightedReward, timeout: float) -> list[Trajectory]:
     turns, threads = asyncio.Semaphore(CONCURRENCY), WorkerThreads("reward")
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for place, case in enumerate(cases):
+        groups[case.group].append(place)
 
     async def one(case: Case) -> Trajectory:
         async with turns:
             return await score(case.trajectory, [term], timeout=timeout, threads=threads)
 
+    async def together(scored: Sequence[Trajectory]) -> list[Trajectory]:
+        async with turns:
+            return await score_group(scored, [term], timeout=timeout, threads=threads)
+
     try:
-        return await asyncio.gather(*map(one, cases))
+        scored = await asyncio.gather(*map(one, cases))
+        found = await asyncio.gather(*(together([scored[at] for at in places]) for places in groups.values()))
+        by_place = dict(zip(chain(*groups.values()), chain(*found), strict=True))
+        return [by_place[at] for at in range(len(cases))]
     finally:
         await close_rewards([term], timeout=timeout, threads=threads)
         threads.close()

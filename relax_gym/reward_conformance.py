@@ -13,22 +13,30 @@ from typing import Any
 import numpy as np
 
 from relax_gym.conformance import Broken, CheckResult, attempt, same
-from relax_gym.reward import Reward
+from relax_gym.reward import GroupReward, Reward, is_group_reward
 from relax_gym.types import Trajectory
 from relax_gym.workers import awaited
 
 Number = int | float | np.integer | np.floating
 
 
-def check_reward(reward: Reward, trajectories: Sequence[Trajectory]) -> list[CheckResult]:
-    """Check a reward on finished episodes: it gives a number or None, repeats it, changes nothing, in any thread."""
-    return [attempt(name, functools.partial(check, reward, trajectories)) for name, check in CHECKS.items()]
+def check_reward(reward: Reward | GroupReward, trajectories: Sequence[Trajectory]) -> list[CheckResult]:
+    """Check a reward on finished episodes: it gives a number or None, repeats it, changes nothing, in any thread.
+
+    A reward of groups scores each episode as a group of its own, and all of them as one.
+    """
+    asked: Any = reward
+    return [attempt(name, functools.partial(check, asked, trajectories)) for name, check in CHECKS.items()]
 
 
 def _score(reward: Reward, trajectory: Trajectory) -> Any:
     try:
+        if is_group_reward(reward):
+            return _score_group(reward, [trajectory])[0]
         value = reward(trajectory)
         return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+    except Broken:
+        raise
     except Exception as error:
         where = f"{trajectory.task.env_id} seed {trajectory.task.seed}"
         raise Broken(
@@ -36,17 +44,30 @@ def _score(reward: Reward, trajectory: Trajectory) -> Any:
         ) from error
 
 
+def _score_group(reward: GroupReward, trajectories: Sequence[Trajectory]) -> list[Any]:
+    """A score for each episode; None for an exception in its place, which says why there is none."""
+    value = reward.score_group(trajectories)
+    scores = asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+    if not isinstance(scores, Sequence) or len(scores) != len(trajectories):
+        raise Broken(
+            f"score_group gave {scores!r:.100} for {len(trajectories)} episodes; it must give one score for each"
+        )
+    return [None if isinstance(score, Exception) else score for score in scores]
+
+
 def _reward_number(reward: Reward, trajectories: Sequence[Trajectory]) -> str:
     scores = [_score(reward, trajectory) for trajectory in trajectories]
+    if is_group_reward(reward):
+        scores = _score_group(reward, trajectories)
     for trajectory, score in zip(trajectories, scores, strict=True):
-        values = score.values() if isinstance(score, Mapping) else [score]
+        values = score.values() if isinstance(score, Mapping) else score if isinstance(score, list | tuple) else [score]
         if not any(_is_number(value) for value in values):
             raise Broken(
                 f"gave {score!r:.100} for episode {trajectory.episode_id}; it must give a number, a mapping of "
                 "numbers, or None"
             )
     numbers = [float(score) for score in scores if isinstance(score, Number) and math.isfinite(score)]
-    unscored = sum(not isinstance(score, Mapping) for score in scores) - len(numbers)
+    unscored = sum(not isinstance(score, Mapping | list | tuple) for score in scores) - len(numbers)
     spread = f", {min(numbers):g} to {max(numbers):g}" if numbers else ""
     return f"{len(scores) - unscored} scored, {unscored} unscored{spread}"
 

@@ -224,6 +224,7 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
         "rewards": trajectory.rewards,
         "reward_failures": trajectory.reward_failures,
         "reward_parts": dict(trajectory.reward_parts),
+        "reward_turns": trajectory.reward_turns,
         "error": error
         and {"env_id": error.env_id, "turn": error.turn, "message": error.message, "traceback": error.traceback},
         "turns": [
@@ -272,9 +273,14 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def append_line(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
     """Append a record to a .jsonl file; of media, what `keep` says."""
-    line = json.dumps(_plain(record, keep), ensure_ascii=False) + "\n"
+    line = json_text(record, keep) + "\n"
     with path.open("ab") as file:
         file.write(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
+
+
+def json_text(record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> str:
+    """A record as one line of JSON; of media, what `keep` says."""
+    return json.dumps(_plain(record, keep), ensure_ascii=False)
 
 
 def _plain(value: Any, keep: Callable[[Media], Any], depth: int = 0) -> Any:

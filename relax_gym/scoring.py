@@ -8,13 +8,18 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, SupportsFloat
 
+import numpy as np
+
+from relax_gym.batching import Batched
 from relax_gym.errors import RelaxGymError, RewardError, suggestion
-from relax_gym.reward import Reward
+from relax_gym.isolation import isolated
+from relax_gym.reward import GroupReward, Reward, is_group_reward
 from relax_gym.types import Metrics, Trajectory
 from relax_gym.waits import waiting
 from relax_gym.workers import WorkerThreads, WorkerTimeout
@@ -28,17 +33,29 @@ class WeightedReward:
 
     name: str
     weight: float
-    reward: Reward
+    reward: Reward | GroupReward
     key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """The weighted score and the other numbers, or why there is no score."""
+    """The weighted score, what of it each turn got, and the other numbers, or why there is no score."""
 
     score: float | None = None
+    turns: tuple[float, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+
+
+def make_reward(factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `factory` makes of its options, tried (`preflight`), isolated if it asks for that. Raises what it raises."""
+    reward = factory(**kwargs)
+    preflight = getattr(reward, "preflight", None)
+    if callable(preflight):
+        preflight()
+    if callable(getattr(reward, "batch", None)):
+        return Batched(reward)
+    return isolated(reward)
 
 
 async def score(
@@ -51,27 +68,58 @@ async def score(
     """Ask every reward at once: sync ones in `threads`, async ones on the loop, each for at most `timeout` seconds.
 
     A reward that raises, runs out of time, or returns anything but a finite number gets None, never 0, and its reason
-    stands in `reward_failures`. An episode that ended in an error is left unscored by all. Cancelling this call
-    propagates; a reward that raises CancelledError of its own accord is one more failure.
+    stands in `reward_failures`. An episode that ended in an error is left unscored by all. Rewards of groups are left
+    for `score_group`. Cancelling this call propagates; a reward that raises CancelledError of its own accord is one
+    more failure.
     """
-    if trajectory.error is not None:
-        reason = f"the episode ended in an error: {trajectory.error.message}"
-        outcomes = [_Outcome(failure=reason) for _ in rewards]
-    else:
-        lent = threads or WorkerThreads("reward")
-        try:
-            outcomes = await asyncio.gather(*(_ask(term, trajectory, timeout, lent) for term in rewards))
-        finally:
-            if threads is None:
-                lent.close()
-    by_name = dict(zip((term.name for term in rewards), outcomes, strict=True))
+    async with _lent(threads) as lent:
+        outcomes = await asyncio.gather(*(_ask(term, trajectory, timeout, lent) for term in rewards))
+    bare = dataclasses.replace(trajectory, rewards={}, reward_failures={}, reward_parts={}, reward_turns={})
+    return _scored(bare, {term.name: outcome for term, outcome in zip(rewards, outcomes, strict=True)})
+
+
+async def score_group(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[WeightedReward],
+    *,
+    timeout: float,
+    threads: WorkerThreads | None = None,
+) -> list[Trajectory]:
+    """Ask the rewards of groups about episodes of one task that have their other scores; the rest is as in `score`."""
+    terms = [term for term in rewards if is_group_reward(term.reward)]
+    asked = [trajectory for trajectory in trajectories if trajectory.error is None]
+    if not terms or not asked:
+        return list(trajectories)
+    async with _lent(threads) as lent:
+        columns = await asyncio.gather(*(_ask_group(term, asked, timeout, lent) for term in terms))
+    names = [term.name for term in terms]
+    rows = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
+    return [one if one.error else _scored(one, next(rows)) for one in trajectories]
+
+
+@asynccontextmanager
+async def _lent(threads: WorkerThreads | None) -> AsyncIterator[WorkerThreads]:
+    """These threads, or some that end afterwards."""
+    if threads is not None:
+        yield threads
+        return
+    own = WorkerThreads("reward")
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def _scored(trajectory: Trajectory, outcomes: Mapping[str, _Outcome]) -> Trajectory:
+    """With these outcomes by the name of their reward; those of other rewards stay."""
+    failures = {name: why for name, why in trajectory.reward_failures.items() if name not in outcomes}
+    parts = {f"{name}/{key}": value for name, outcome in outcomes.items() for key, value in outcome.parts.items()}
     return dataclasses.replace(
         trajectory,
-        rewards={name: outcome.score for name, outcome in by_name.items()},
-        reward_failures={name: outcome.failure for name, outcome in by_name.items() if outcome.failure},
-        reward_parts={
-            f"{name}/{key}": value for name, outcome in by_name.items() for key, value in outcome.parts.items()
-        },
+        rewards={**trajectory.rewards, **{name: outcome.score for name, outcome in outcomes.items()}},
+        reward_failures=failures | {name: outcome.failure for name, outcome in outcomes.items() if outcome.failure},
+        reward_parts={**trajectory.reward_parts, **parts},
+        reward_turns={**trajectory.reward_turns, **{n: o.turns for n, o in outcomes.items() if o.turns}},
     )
 
 
@@ -136,18 +184,65 @@ def select(value: Any, key: str | None) -> tuple[Any, dict[str, float]]:
 
 
 async def _ask(term: WeightedReward, trajectory: Trajectory, timeout: float, threads: WorkerThreads) -> _Outcome:
+    if trajectory.error is not None:
+        return _Outcome(failure=f"the episode ended in an error: {trajectory.error.message}")
+    if is_group_reward(term.reward):
+        return _Outcome(failure="it scores groups, and this episode was in none")
+    reward: Any = term.reward
     try:
         with waiting(f"reward {term.name}", f"episode {trajectory.episode_id}", timeout):
-            if _is_async(term.reward):
-                value: Any = term.reward(trajectory)
-            else:
-                value = await threads.call(term.reward, trajectory, timeout=timeout)
-            if inspect.isawaitable(value):
-                value = await _limited(value, timeout)
-        value, parts = select(value, term.key)
-        return _Outcome(score=to_score(term.weight * to_score(value)), parts=parts)
+            value = await _call(reward, trajectory, timeout, threads)
+        return _outcome(term, trajectory, value)
     except Exception as error:
         return _Outcome(failure=_reason(error, timeout))
+
+
+async def _ask_group(
+    term: WeightedReward, trajectories: Sequence[Trajectory], timeout: float, threads: WorkerThreads
+) -> list[_Outcome]:
+    """One outcome for each, whatever the reward does."""
+    reward: Any = term.reward
+    try:
+        with waiting(f"reward {term.name}", f"group of episode {trajectories[0].episode_id}", timeout):
+            values = await _call(reward.score_group, trajectories, timeout, threads)
+        if not isinstance(values, Sequence) or len(values) != len(trajectories):
+            raise RewardError(
+                f"score_group returned {values!r:.100} for {len(trajectories)} episodes; it must return a list with "
+                "one score for each"
+            )
+    except Exception as error:
+        return [_Outcome(failure=_reason(error, timeout))] * len(trajectories)
+    outcomes = []
+    for trajectory, value in zip(trajectories, values, strict=True):
+        try:
+            outcomes.append(_outcome(term, trajectory, value))
+        except Exception as error:
+            outcomes.append(_Outcome(failure=_reason(error, timeout)))
+    return outcomes
+
+
+async def _call(function: Callable[..., Any], argument: Any, timeout: float, threads: WorkerThreads) -> Any:
+    if _is_async(function):
+        value = function(argument)
+    else:
+        value = await threads.call(function, argument, timeout=timeout)
+    return await _limited(value, timeout) if inspect.isawaitable(value) else value
+
+
+def _outcome(term: WeightedReward, trajectory: Trajectory, value: Any) -> _Outcome:
+    """What a reward returned, weighted. Raises what it returned as a reason, and RewardError for what is no score."""
+    if isinstance(value, Exception):
+        raise value
+    value, parts = select(value, term.key)
+    if not isinstance(value, list | tuple) and not (isinstance(value, np.ndarray) and value.ndim):
+        return _Outcome(score=to_score(term.weight * to_score(value)), parts=parts)
+    if len(value) != len(trajectory.turns):
+        raise RewardError(
+            f"returned {len(value)} numbers for {len(trajectory.turns)} turns; it must return one number, or a list "
+            "with one for each turn"
+        )
+    turns = tuple(to_score(term.weight * to_score(one)) for one in value)
+    return _Outcome(score=to_score(sum(turns)), turns=turns, parts=parts)
 
 
 async def _limited(awaitable: Awaitable[Any], timeout: float) -> Any:
@@ -166,8 +261,8 @@ async def _limited(awaitable: Awaitable[Any], timeout: float) -> Any:
     return task.result()
 
 
-def _is_async(reward: Reward) -> bool:
-    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _reason(error: Exception, timeout: float) -> str:

@@ -84,6 +84,10 @@ class ToolEnv(Env):
     cannot be read, names no tool or has wrong arguments is answered with what was wrong. An action without calls goes
     to `on_answer`. Tools and `on_answer` may be `async def`; if any is, `step` returns an awaitable.
 
+    `info["tool_log"]` of a step with calls holds, for each in order, its `name` (None if it cannot be read), the
+    `arguments` that the tool was run with (those given if it was not run), and `error`, None or why it failed. See
+    `Trajectory.tool_log`.
+
     To score calls or end the episode in a tool, keep a note on `self` and override `step`:
     `return super().step(action)._replace(terminated=self.submitted)`.
     """
@@ -124,22 +128,25 @@ class ToolEnv(Env):
         if not parsed.calls:
             answer = self.on_answer(parsed.text)
             return await answer if inspect.isawaitable(answer) else answer
-        messages, errors = [], 0
+        messages, log = [], []
         for call in parsed.calls:
+            ran = {"name": call.name, "arguments": getattr(call, "arguments", None), "error": None}
             try:
-                content = await self._tool_result(call)
+                content = await self._tool_result(call, ran)
             except ToolError as error:
-                errors, content = errors + 1, f"Error: {error}"
+                ran["error"], content = str(error), f"Error: {error}"
+            log.append(ran)
             messages.append(self._tool_message(call, content))
-        return StepResult(messages, 0.0, False, False, {"tool_calls": len(messages), "tool_errors": errors})
+        return StepResult(messages, 0.0, False, False, {"tool_log": log})
 
-    async def _tool_result(self, call: Call) -> str | list[dict[str, Any]]:
+    async def _tool_result(self, call: Call, ran: dict[str, Any]) -> str | list[dict[str, Any]]:
         if isinstance(call, MalformedCall):
             quote = f" You wrote: {call.raw[:_SHOWN]}" if call.raw else ""
             raise ToolError(f"this tool call cannot be read: {call.error}.{quote}")
         if call.name not in self._tools_by_name:
             raise ToolError(f"unknown tool {call.name!r:.80}{suggestion(call.name[:80], self._tools_by_name)}")
         arguments = self._tools_by_name[call.name].bind(call.arguments)
+        ran["arguments"] = _as_data(arguments, call.name)
         result = getattr(self, call.name)(**arguments)
         if inspect.isawaitable(result):
             result = await result
@@ -162,6 +169,14 @@ def _finish(coroutine: Coroutine[Any, Any, StepResult], env_name: str) -> StepRe
         return result
     coroutine.close()
     raise EnvError(f"{env_name} waited for something in a method that is no coroutine; write it as async def")
+
+
+def _as_data(arguments: Mapping[str, Any], tool: str) -> Any:
+    """A copy as JSON can hold it, made before the tool may change them. Raises ToolError if it is nested too deep."""
+    try:
+        return to_jsonable_python(arguments, bytes_mode="base64", serialize_unknown=True)
+    except ValueError as error:
+        raise ToolError(f"wrong arguments for {tool}: {error}") from None
 
 
 def _content(result: Any, tool: str) -> str | list[dict[str, Any]]:

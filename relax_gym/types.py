@@ -136,8 +136,9 @@ class Trajectory:
     """One finished episode. `rewards` maps reward name to its weighted score; None in it means it could not score.
 
     `reward_failures` says why, for each name that is None in `rewards`. `reward_parts` are the other numbers of rewards
-    that return a mapping, as `name/key`; they are logged and do not count. `seconds` is how long the episode took until
-    its env was closed.
+    that return a mapping, as `name/key`; they are logged and do not count. `reward_turns` has the weighted numbers of
+    rewards that give one for each turn; their sums are in `rewards`. `seconds` is how long the episode took until its
+    env was closed.
     """
 
     task: Task
@@ -148,6 +149,7 @@ class Trajectory:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     reward_failures: Mapping[str, str] = field(default_factory=dict)
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reward_turns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     error: EpisodeError | None = None
     seconds: float = 0.0
@@ -164,6 +166,14 @@ class Trajectory:
         if not scores or any(score is None or not math.isfinite(score) for score in scores):
             return None
         return float(sum(score for score in scores if score is not None))
+
+    @property
+    def tool_log(self) -> list[dict[str, Any]]:
+        """The tool calls that a `ToolEnv` answered, in order: the `turn` they were made in, and what it says of each.
+
+        That is what the env did, and not what the model says it did.
+        """
+        return [{"turn": at, **call} for at, turn in enumerate(self.turns) for call in turn.info.get("tool_log", ())]
 
     @property
     def messages(self) -> list[Message]:

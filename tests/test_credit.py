@@ -76,6 +76,14 @@ def test_a_turn_gets_its_discounted_reward_to_go_normalised_over_all_turns_of_th
     assert got == [[-0.625, -0.625, -1.125, -0.125, -0.125], [1.875]]
 
 
+def test_turn_credit_adds_what_rewards_give_turn_by_turn_to_what_the_env_gave():
+    one, two = episode("a", TURNS, reward=9.0), episode("b", TURNS, reward=3.0)
+    one = dataclasses.replace(one, reward_turns={"steps": (1.0, 0.0, 4.0)})
+    got = advantages(assign_credit([of(one, two)], build("grpo", credit="turn", scale="none")))
+    # rewards per turn: a 2, 0, 6 and 1 that came with the episode; b 1, 0, 2: to go 9, 7, 7 and 3, 2, 2; mean 5
+    assert got == approx([[4, 4, 2, 2, 2], [-2, -2, -3, -3, -3]])
+
+
 def test_turn_credit_divides_by_the_deviation_over_turns():
     one, two = episode("a", TURNS), episode("b", [turn([1], [9], reward=4.0)])
     got = advantages(assign_credit([of(one, two)], build("grpo", credit="turn")))

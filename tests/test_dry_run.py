@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import faulty_envs  # noqa: F401 (registers its envs)
@@ -138,6 +139,17 @@ class Closing:
 
     async def close(self) -> None:
         Closing.closed += 1
+
+
+class Members:
+    def score_group(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        return [float(len(trajectories))] * len(trajectories)
+
+
+def test_rewards_of_groups_get_a_group_of_the_one_episode(config: Path) -> None:
+    plugins().tables["reward"].add("test_dry_members", Members, "test")
+    given = parse_config({**tomllib.loads(config.read_text()), "reward": [{"name": "test_dry_members"}]})
+    assert [one.trajectory.reward for one in dry_run(given).rehearsals] == [2.0]
 
 
 def test_rewards_are_closed_once_whatever_ends_the_rehearsal(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,8 @@ def test_listening_slower_stretches_time_and_keeps_the_pitch(factor: float) -> N
     env = make(questions=["rhythm"], rate=8000)
     _, samples, rate = sound(env, 3)
     result = env.step(slower(factor=factor))
-    assert result[1:] == (0.0, False, False, {"tool_calls": 1, "tool_errors": 0})
+    assert result[1:4] == (0.0, False, False)
+    assert result.info["tool_log"] == [{"name": "listen_slower", "arguments": {"factor": factor}, "error": None}]
     (message,) = result.observation
     assert (message["role"], message["name"]) == ("tool", "listen_slower")
     assert [part["type"] for part in message["content"]] == ["audio", "text"]
@@ -176,7 +177,7 @@ def test_random_actions_use_the_tool_while_they_may() -> None:
     env.reset(seed=0)
     calls = [action for action in (env.random_action() for _ in range(50)) if "listen_slower" in action]
     assert 10 < len(calls) < 40
-    assert env.step(calls[0]).info == {"tool_calls": 1, "tool_errors": 0}
+    assert [ran["error"] for ran in env.step(calls[0]).info["tool_log"]] == [None]
     assert not any("listen_slower" in env.random_action() for _ in range(50))
 
 

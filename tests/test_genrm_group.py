@@ -51,7 +51,7 @@ def compared(answer: Any, *actions: str, faults: Any = (), **options: Any) -> tu
     with server.in_thread():
         judge = GenRMGroup(endpoint=server.url, model="judge", **options)
         group = [episode(*([action] if action else []), answer="8") for action in actions]
-        return asyncio.run(judge.compare(group)), judge, server
+        return asyncio.run(judge.score_group(group)), judge, server
 
 
 def test_the_share_of_comparisons_that_are_won() -> None:

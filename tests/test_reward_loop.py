@@ -31,9 +31,19 @@ class Judge:
         self.closed += 1
 
 
+class Members:
+    """How many are in the group."""
+
+    key = "members"
+
+    def score_group(self, trajectories: Any) -> list[dict[str, float]]:
+        return [{"members": len(trajectories), "at": at} for at in range(len(trajectories))]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
     plugins().tables["reward"].add("test_judge", Judge, "test")
+    plugins().tables["reward"].add("test_members", Members, "test")
 
 
 def test_parts_and_counters_are_logged_and_the_reward_is_closed(tmp_path: Path) -> None:
@@ -47,3 +57,15 @@ def test_parts_and_counters_are_logged_and_the_reward_is_closed(tmp_path: Path) 
     episode = read_lines(tmp_path / "run" / "episodes.jsonl")[0]
     assert episode["reward_parts"] == {"test_judge/length": 1.0}
     assert [judge.closed for judge in made] == [1]
+
+
+def test_groups_are_scored_as_groups_in_training_and_evaluation(tmp_path: Path) -> None:
+    reward = [{"name": "env"}, {"name": "test_members", "weight": 10.0}]
+    result = run(trainer(tmp_path, half_a, reward=reward, eval={"episodes": 3, "every": 1}))
+    assert result.metrics["reward/test_members"] == 40.0
+    episodes = read_lines(tmp_path / "run" / "episodes.jsonl")
+    trained = [one for one in episodes if one["kind"] == "train"]
+    assert [one["rewards"]["test_members"] for one in trained] == [40.0] * 24
+    assert [one["reward_parts"]["test_members/at"] for one in trained[:4]] == [0.0, 1.0, 2.0, 3.0]
+    held_out = [one for one in episodes if one["kind"] == "eval"]
+    assert {one["rewards"]["test_members"] for one in held_out} == {10.0}, "each is a task of its own"

@@ -119,6 +119,14 @@ def test_turn_penalty(turns: int, per_turn: float, expected: float) -> None:
         ("B", ["A", "b"], 1.0),
         ("C", ["A", "B"], 0.0),
         ("STRASSE", "straße", 1.0),
+        ("Paris\nParis", "Paris", 0.0),
+        ("P a r i s", "Paris", 0.0),
+        ("<answer>Paris</answer>", "Paris", 0.0),
+        ("Paris, or London", "Paris", 0.0),
+        ("[]", "", 0.0),
+        ("1.0", 1, 0.0),
+        ("a-b", "a-b", 1.0),
+        ("café", "cafe", 0.0),
     ],
 )
 def test_exact_match(action: str, answer: Any, expected: float) -> None:
@@ -276,7 +284,8 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     return left
 
 
-def test_k72_an_endless_check_scores_zero_is_counted_and_leaves_no_process() -> None:
+def test_k72_an_endless_check_scores_zero_is_counted_and_leaves_no_process(checker: Math) -> None:
+    checker.close()  # the processes are shared, and end with the last that uses them
     reward = Math(timeout=5, workers=1)
 
     async def both() -> tuple[float, float]:
@@ -298,7 +307,7 @@ def test_k72_a_cancelled_check_ends_its_process_and_a_killed_run_leaves_no_orpha
             """
             import asyncio, multiprocessing, os, signal, sys
             sys.path[:0] = PATHS
-            from test_rewards import episode
+            from reward_kit import episode
             from relax_gym_rewards.math import Math
 
             async def main():
@@ -498,7 +507,7 @@ def test_k73_a_reward_that_cancels_itself_is_unscored_not_the_end_of_the_run() -
         (math.inf, "returned inf; a reward is one finite number"),
         (-math.inf, "returned -inf; a reward is one finite number"),
         ("1.0", "returned '1.0'; a reward is one finite number"),
-        ([1.0], "returned [1.0]; a reward is one finite number"),
+        ({1.0}, "returned {1.0}; a reward is one finite number"),
     ],
 )
 def test_k74_a_score_that_is_no_number_leaves_the_episode_unscored(value: Any, message: str) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from reward_kit import episode
 
-from relax_gym.errors import RewardError
+from relax_gym.errors import ConfigError, RewardError
+from relax_gym.rescoring import load_reward
 from relax_gym.scoring import WeightedReward, score
 from relax_gym_rewards._sandbox import MIB, Limits, run
 from relax_gym_rewards._sandbox_child import pack, unpack
@@ -61,6 +62,20 @@ def ask(program: str, tests: Any, files: Any = None, **options: Any) -> float:
         ("print(open('given/data').read())", [{"input": "", "output": "hello"}], 1.0),
         ("def broken(:", ASSERTS, 0.0),
         ("", ASSERTS, 0.0),
+        ("def add(a, b=0): return sum((a, b))", ["assert add(3) == 3", "assert add(a=1, b=1) == 2"], 1.0),
+        ("def f(n): return [] if n == 0 else f(n - 1) + [n]", ["assert f(3) == [1, 2, 3]"], 1.0),
+        ("def f(): return 0.1 + 0.2", ["assert f() == 0.3", "assert abs(f() - 0.3) < 1e-9"], 0.5),
+        ("def f(): return 1\nprint('noise' * 1000)", ["assert f() == 1"], 1.0),
+        ("def f(): return undefined", ["assert f() == 1"], 0.0),
+        ("def g(): return 1", ["assert f() == 1"], 0.0),
+        (
+            "import sys\nfor line in sys.stdin: print(line[::-1].strip())",
+            [{"input": "ab\ncd\n", "output": "ba\ndc"}],
+            1.0,
+        ),
+        ("print('9 ')\nprint()", PRINTS, 1.0),
+        ("print('99')", PRINTS, 0.0),
+        ("print(9)\nraise ValueError", PRINTS, 0.0),
     ],
 )
 def test_programs_get_the_share_of_tests_they_pass(program: str, tests: Any, expected: float) -> None:
@@ -202,6 +217,19 @@ def test_all_or_nothing() -> None:
 def test_a_sandbox_that_cannot_be_made_is_no_failure_of_the_program() -> None:
     with pytest.raises(RewardError, match="sandbox cannot be made"):
         asyncio.run(Code(python="/nonexistent/python")(episode(ADD, tests=PRINTS)))
+
+
+@needs_namespaces
+def test_a_run_starts_with_a_python_that_the_sandbox_can_read() -> None:
+    reward = Code()
+    reward.preflight()
+    assert reward.python in PYTHONS
+    assert asyncio.run(reward(episode(ADD, tests=ASSERTS))) == 1.0
+
+
+def test_a_run_does_not_start_without_a_sandbox() -> None:
+    with pytest.raises(ConfigError, match=r"reward 'code'.*the sandbox cannot be made here.*/nonexistent/python"):
+        load_reward("code", {"python": "/nonexistent/python"})
 
 
 @pytest.mark.parametrize("options", [{"seconds": 0}, {"memory": -1}, {"workers": 0}, {"score": "half"}])

@@ -64,6 +64,18 @@ def ask(name: str, *rewards: dict[str, Any], **options: Any) -> Trajectory:
         ("weighted_sum", [term(Fixed, 1.0), {"name": "product", "kwargs": {"rewards": [term(Other, 4.0)]}}], 5.0),
         ("product", [term(Fixed, 0.0), term(Other)], None),
         ("gate", [term(Fixed), term(Never)], None),
+        ("gate", [term(Fixed, 1.0), term(Other)], None),
+        ("gate", [term(Fixed, 2.0, weight=0.5), term(Other, 7.0)], 7.0),
+        ("gate", [term(Fixed, 1.0, weight=0.5), term(Never)], 0.0),
+        ("gate", [term(Fixed, -3.0)], -3.0),
+        ("gate", [term(Fixed, float("nan")), term(Never)], None),
+        ("first_failure", [term(Fixed, 0.2)], 0.2),
+        ("first_failure", [term(Fixed, -1.0), term(Never)], -1.0),
+        ("first_failure", [term(Fixed), term(Never)], None),
+        ("weighted_sum", [term(Fixed, 1.0), term(Other, -1.0)], 0.0),
+        ("weighted_sum", [term(Fixed, 1.0), term(Other, float("inf"))], None),
+        ("product", [term(Fixed, -1.0), term(Other, -1.0)], 1.0),
+        ("product", [{"name": "gate", "kwargs": {"rewards": [term(Fixed, 0.0), term(Never)]}}, term(Other, 5.0)], 0.0),
     ],
 )
 def test_what_counts_and_who_is_asked(name: str, rewards: list[dict[str, Any]], expected: float | None) -> None:

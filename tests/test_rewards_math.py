@@ -23,18 +23,11 @@ HUGE = 200_000
 
 @pytest.fixture(scope="module")
 def rewards() -> Iterator[dict[str, Any]]:
-    """One of each; they share the processes of the first."""
+    """One of each; they share their processes."""
     made = {kind.name: kind(timeout=20.0, workers=1) for kind in (Math, DeepScaleRMath, Geo3K, OpenR1MM)}
-    for reward in made.values():
-        sharing(made, reward)
     yield made
-    made["math"].close()
-
-
-def sharing(rewards: dict[str, Any], reward: Any) -> Any:
-    """The reward, checking in the processes of the others."""
-    reward._submit = rewards["math"]._submit
-    return reward
+    for reward in made.values():
+        reward.close()
 
 
 def ask(reward: Any, action: str, answer: Any) -> float:
@@ -193,7 +186,7 @@ def test_deepscaler_math(rewards: dict[str, Any], action: str, answer: Any, expe
 
 
 def test_deepscaler_math_without_thinking(rewards: dict[str, Any]) -> None:
-    assert ask(sharing(rewards, DeepScaleRMath(thinking=False)), r"\boxed{42}", "42") == 1.0
+    assert ask(DeepScaleRMath(thinking=False), r"\boxed{42}", "42") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -258,9 +251,9 @@ def test_openr1mm(rewards: dict[str, Any], action: str, answer: Any, expected: f
 
 
 def test_a_template_that_opens_the_thinking_is_taken_into_account(rewards: dict[str, Any]) -> None:
-    assert ask(sharing(rewards, OpenR1MM(opened=True)), "x</think><answer>42</answer>", "42") == 1.0
-    assert ask(sharing(rewards, Geo3K(opened=True)), r"x</think>\boxed{42}", "42") == 1.0
-    assert ask(sharing(rewards, Geo3K(opened=True, format_weight=0.25)), "x</think>42", "42") == 0.0
+    assert ask(OpenR1MM(opened=True), "x</think><answer>42</answer>", "42") == 1.0
+    assert ask(Geo3K(opened=True), r"x</think>\boxed{42}", "42") == 1.0
+    assert ask(Geo3K(opened=True, format_weight=0.25), "x</think>42", "42") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import json
 from typing import Any, Literal
 
 import pytest
+from reward_kit import episode
 
 from relax_gym import Message, StepResult, ToolEnv, user
 from relax_gym.env import check_step
@@ -138,7 +140,12 @@ def test_each_call_is_answered_by_one_tool_message_in_order(desk: Desk) -> None:
         0.0,
         False,
         False,
-        {"tool_calls": 2, "tool_errors": 0},
+        {
+            "tool_log": [
+                {"name": "add", "arguments": {"a": 1}, "error": None},
+                {"name": "search", "arguments": {"json": "x", "kind": "text"}, "error": None},
+            ]
+        },
     )
     assert desk.step(call("add", a=1)).observation[0]["tool_call_id"] == "call00003"
     desk.reset(seed=0)
@@ -167,6 +174,54 @@ def test_arguments_are_coerced_the_lax_way(desk: Desk) -> None:
     xml = "<function=search><parameter=json>[1]</parameter><parameter=kind>text</parameter>"
     xml += '<parameter=limit>null</parameter><parameter=tags>["a", "b"]</parameter></function>'
     assert contents(desk, xml) == ['{"query": "[1]", "limit": null, "tags": ["a", "b"]}']
+
+
+def test_the_log_says_what_ran_and_what_did_not(desk: Desk) -> None:
+    xml = "<function=search><parameter=json>[1]</parameter><parameter=kind>text</parameter>"
+    xml += '<parameter=tags>["a"]</parameter></function>'
+    actions = (
+        xml + call("add", a="40", b=2.0) + call("add", a="one") + call("fly", to="Rome") + "<tool_call>{</tool_call>"
+    )
+    *ran, wrong, unknown, unread = desk.step(actions).info["tool_log"]
+    assert ran == [
+        {"name": "search", "arguments": {"json": "[1]", "kind": "text", "tags": ["a"]}, "error": None},
+        {"name": "add", "arguments": {"a": 40, "b": 2}, "error": None},
+    ]
+    assert (wrong["name"], wrong["arguments"]) == ("add", {"a": "one"}) and "valid integer" in wrong["error"]
+    assert (unknown["name"], unknown["arguments"]) == ("fly", {"to": "Rome"}) and "unknown tool" in unknown["error"]
+    assert (unread["name"], unread["arguments"]) == (None, None) and "cannot be read" in unread["error"]
+
+
+class Keeper(ToolEnv):
+    """Changes what it is given."""
+
+    def keep(self, anything: Any) -> str:
+        """Keep it."""
+        anything.clear()
+        return "kept"
+
+
+def test_the_log_is_a_copy_and_what_cannot_be_copied_is_the_models_fault() -> None:
+    env = Keeper()
+    env.reset(seed=0)
+    assert env.step(call("keep", anything=[1])).info["tool_log"][0]["arguments"] == {"anything": [1]}
+    deep: list[Any] = []
+    for _ in range(400):
+        deep = [deep]
+    (message,) = env.step(call("keep", anything=deep)).observation
+    assert message["content"] == "Error: wrong arguments for keep: Maximum serialization depth exceeded"
+
+
+def test_a_trajectory_knows_the_turns_of_its_calls(desk: Desk) -> None:
+    infos = [desk.step(action).info for action in (call("add", a=1) + call("show"), "hm", call("fail", how="politely"))]
+    told = episode("a", "b", "c")
+    turns = tuple(dataclasses.replace(turn, info=info) for turn, info in zip(told.turns, infos, strict=True))
+    log = dataclasses.replace(told, turns=turns).tool_log
+    assert [(entry["turn"], entry["name"], entry["error"]) for entry in log] == [
+        (0, "add", None),
+        (0, "show", None),
+        (2, "fail", "the drawer is locked"),
+    ]
 
 
 def test_results_may_be_parts_and_never_hold_lone_surrogates(desk: Desk) -> None:
@@ -203,7 +258,8 @@ def test_k79_the_malformed_call_is_answered_and_the_good_ones_run(desk: Desk) ->
         "4",
     ]
     assert result.observation[1]["name"] == "invalid"
-    assert (result.reward, result.terminated, result.info) == (0.0, False, {"tool_calls": 3, "tool_errors": 1})
+    assert (result.reward, result.terminated) == (0.0, False)
+    assert [entry["error"] is None for entry in result.info["tool_log"]] == [True, False, True]
 
 
 def test_k80_an_unknown_tool_is_answered_with_the_known_ones(desk: Desk) -> None:

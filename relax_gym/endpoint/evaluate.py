@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from relax_gym.errors import ConfigError, first_cause
 from relax_gym.media.loader import MediaLoader
 from relax_gym.preflight import probe_envs
 from relax_gym.registry import spec
+from relax_gym.reward import is_group_reward
 from relax_gym.run_folder import episode_record
 from relax_gym.scoring import WeightedReward, close_rewards, score
 from relax_gym.tasks import TaskSource, derive_seed
@@ -106,6 +107,7 @@ def evaluate_endpoint(
     with closed_on_failure() as built:
         rewards = build_rewards(config)
         built.add(partial(close_rewards, rewards, timeout=config.rollout.reward_timeout))
+        _refuse_groups(rewards, evaluation.out)
         folder = EvalFolder(evaluation.out, evaluation.settings(), resume=resume)
     start = time.perf_counter()
     try:
@@ -145,6 +147,16 @@ def _tasks(evaluation: EndpointEval, config: RunConfig) -> list[Task]:
         hint = "; --all-rows plays those of training, too" if hasattr(spec(evaluation.env).load(), "tasks") else ""
         log.warning("env %r has %d held-out rows from --seed on, which are played%s", evaluation.env, len(tasks), hint)
     return tasks
+
+
+def _refuse_groups(rewards: Sequence[WeightedReward], out: Path) -> None:
+    """Attempts at a task may be played in different runs of the command, so no reward sees them side by side."""
+    for term in rewards:
+        if is_group_reward(term.reward):
+            raise ConfigError(
+                f"--reward {term.name} scores groups of episodes; leave it out and, when all attempts are played, run: "
+                f"relax-gym rewards try {term.name} {out}"
+            )
 
 
 class _Evaluation:

@@ -9,6 +9,7 @@ def register_rewards() -> dict[str, str]:
     return {
         "env": "relax_gym_rewards.env_return:EnvReturn",
         "genrm": "relax_gym_rewards.genrm.judge:GenRM",
+        "genrm_group": "relax_gym_rewards.genrm.compare:GenRMGroup",
         "exact_match": "relax_gym_rewards.exact_match:ExactMatch",
         "numeric": "relax_gym_rewards.numeric:Numeric",
         "math": "relax_gym_rewards.math:Math",
@@ -40,5 +41,6 @@ def register_rewards() -> dict[str, str]:
         "product": "relax_gym_rewards.composites:Product",
         "weighted_sum": "relax_gym_rewards.composites:WeightedSum",
         "tool_use": "relax_gym_rewards.tool_use:ToolUse",
+        "remote": "relax_gym_rewards.remote:Remote",
         "random": "relax_gym_rewards.random:Random",
     }

@@ -8,6 +8,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from relax_gym.errors import RewardError
@@ -17,6 +18,7 @@ from relax_gym_rewards._episode import reference
 from relax_gym_rewards._sandbox import Limits, run, script
 from relax_gym_rewards._sandbox_child import PASSED, UNSUPPORTED
 
+SYSTEM_PYTHON = "/usr/bin/python3"
 BLOCK = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 
 
@@ -32,8 +34,8 @@ class Code:
     Each test starts a new process without network, other processes, environment or files to write outside an empty
     folder; `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
     `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails.
-    `python` runs the programs, by default the one that runs relax-gym. Needs Linux with user namespaces; where they are
-    refused, the episode is unscored.
+    `python` runs the programs, by default the one that runs relax-gym, or the system's where not everybody may read
+    that one. Needs Linux with user namespaces; a run does not start where they are refused.
     """
 
     def __init__(
@@ -55,9 +57,26 @@ class Code:
             if not value > 0:
                 raise RewardError(f"code: {name} is {value}; it must be above 0")
         self.field, self.files_field, self.score, self.workers = field, files_field, score, workers
-        self.python = python or sys.executable
+        self.python, self._others = (python, []) if python else (sys.executable, [SYSTEM_PYTHON])
         self.limits = Limits(seconds=seconds, memory=memory, disk=disk, processes=processes)
         self._slots: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+    def preflight(self) -> None:
+        """Run a program. Raises RewardError, saying what is missing, when there can be no sandbox here."""
+        problems = []
+        for python in (self.python, *self._others):
+            program = run(python, ["-c", "print(6 * 7)"], files={}, limits=Limits(seconds=30.0))
+            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop
+                try:
+                    done = thread.submit(asyncio.run, program).result()
+                except RewardError as error:
+                    problems.append(str(error))
+                    continue
+            if done.output == "42\n":
+                self.python = python
+                return
+            problems.append(f"{python} cannot run there (exit status {done.status})")
+        raise RewardError(f"code: {'; '.join(problems)}")
 
     async def __call__(self, trajectory: Trajectory, /) -> float:
         tests = reference(trajectory, self.field)

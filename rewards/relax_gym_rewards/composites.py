@@ -11,7 +11,8 @@ from relax_gym.cleanup import closed_on_failure
 from relax_gym.errors import RewardError, suggestion
 from relax_gym.plugins import plugins
 from relax_gym.registry import check_kwargs
-from relax_gym.scoring import WeightedReward, close_rewards, reward_metrics, score
+from relax_gym.reward import is_group_reward
+from relax_gym.scoring import WeightedReward, close_rewards, make_reward, reward_metrics, score
 from relax_gym.types import Trajectory
 from relax_gym.workers import WorkerThreads
 
@@ -129,6 +130,8 @@ def _build(term: Mapping[str, Any]) -> WeightedReward:
     name, kwargs = term["name"], term.get("kwargs", {})
     factory = plugins().get("reward", name)
     check_kwargs("reward", name, factory, kwargs)
-    reward = factory(**kwargs)
+    reward = make_reward(factory, kwargs)
+    if is_group_reward(reward):
+        raise RewardError(f"the term {name!r} of rewards scores groups of episodes; give it a [[reward]] of its own")
     counts = term.get("key") or getattr(reward, "key", None)
     return WeightedReward(name=name, weight=float(term.get("weight", 1.0)), key=counts, reward=reward)

@@ -7,16 +7,16 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from relax_gym.endpoint.client import Endpoint, EndpointConfig, EndpointError
+from relax_gym.endpoint.client import EndpointConfig, EndpointError
 from relax_gym.errors import RewardError
 from relax_gym.types import FinishReason, Message, Trajectory
 from relax_gym.view import message_text
 from relax_gym_rewards.genrm.cache import JudgementCache, digest
+from relax_gym_rewards.genrm.lines import ByEndpoint, BySampler
 from relax_gym_rewards.genrm.prompt import SYSTEM, Framer
 from relax_gym_rewards.genrm.verdict import NoVerdict
 
@@ -44,7 +44,8 @@ class Judge:
 
     Attributes:
         endpoint: all before `/chat/completions` of an OpenAI-compatible API, e.g. http://localhost:30000/v1.
-        model: the model's name there.
+        sampler: instead of an endpoint, a table as `[sampler]` is, e.g. {name = "sglang"}: the judge serves its model.
+        model: the model's name there; of a sampler, a folder or name as in `[model]`, or all of such a table.
         key_env: name of the environment variable that holds the key; "" sends none.
         samples: times that everything is asked; what is said is averaged.
         temperature: at which the judge samples; above 0 with several samples.
@@ -58,8 +59,9 @@ class Judge:
         timeout, deadline, retries: seconds of one try, seconds of a request with all its tries, most tries more.
     """
 
-    endpoint: str
-    model: str
+    endpoint: str = ""
+    sampler: Mapping[str, Any] = field(default_factory=dict)
+    model: str | Mapping[str, Any]
     key_env: str = ""
     samples: int = 1
     temperature: float = 0.0
@@ -76,21 +78,19 @@ class Judge:
 
     def __post_init__(self) -> None:
         self._check()
-        config = EndpointConfig(
-            url=self.endpoint,
-            model=self.model,
-            key_env=self.key_env or None,
-            timeout=self.timeout,
-            deadline=self.deadline,
-            retries=self.retries,
-            body={**self.body, "temperature": self.temperature, "max_tokens": self.max_tokens},
-            command_line=False,
-        )
-        self._lines = _Lines(config, self.concurrency)
+        self._lines = self._line()
         self._cache = JudgementCache(self.cache)
         self.framer = Framer(limit=self.max_chars, special=tuple(self.special_tokens))
         self._counts: Counter[str] = Counter()
         self._spreads: list[float] = []
+
+    def preflight(self) -> None:
+        """Load the model, if it is served here: no episode shall pay for that."""
+        self._lines.start()
+
+    def close(self) -> None:
+        """Free the model, if it is served here."""
+        self._lines.close()
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: judgements made and found in the cache, those that failed, replies without a verdict,
@@ -109,7 +109,7 @@ class Judge:
         key = digest(
             {
                 "messages": self._messages(question.render("MARK"), "MARK"),
-                "endpoint": self.endpoint.rstrip("/"),
+                "endpoint": self.endpoint.rstrip("/") or dict(self.sampler),
                 "body": {**self.body, "model": self.model, "temperature": self.temperature, "most": self.max_tokens},
                 "samples": self.samples,
                 **question.facts,
@@ -157,7 +157,28 @@ class Judge:
             return [{"role": "user", "content": f"{system}\n\n{text}"}]
         return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
+    def _line(self) -> ByEndpoint | BySampler:
+        body = {**self.body, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        if self.sampler:
+            return BySampler(self.model, self.sampler, body, most=self.concurrency, deadline=self.deadline)
+        config = EndpointConfig(
+            url=self.endpoint,
+            model=str(self.model),
+            key_env=self.key_env or None,
+            timeout=self.timeout,
+            deadline=self.deadline,
+            retries=self.retries,
+            body=body,
+            command_line=False,
+        )
+        return ByEndpoint(config, self.concurrency)
+
     def _check(self) -> None:
+        if bool(self.endpoint) == bool(self.sampler) or (self.endpoint and not isinstance(self.model, str)):
+            raise RewardError(
+                "genrm: give an endpoint with the name of a model there, or a sampler and a model as in a config: "
+                'sampler = { name = "local" }'
+            )
         limits = {name: getattr(self, name) for name in ("samples", "max_tokens", "max_chars", "concurrency")}
         if wrong := [f"{name} = {value}" for name, value in limits.items() if not value >= 1]:
             raise RewardError(f"genrm: {', '.join(wrong)}; it must be at least 1")
@@ -179,36 +200,3 @@ def first_question(trajectory: Trajectory) -> str:
 def facts_of(rule: Any, framer: Framer) -> dict[str, Any]:
     """What a verdict depends on beside the message."""
     return {"rule": asdict(rule), "special": list(framer.special)}
-
-
-@dataclass(eq=False)
-class _Line:
-    endpoint: Endpoint
-    turns: asyncio.Semaphore
-    users: int = 0
-
-
-class _Lines:
-    """A client for each event loop that asks, closed when it has nothing more to ask: rewards may be asked in many."""
-
-    def __init__(self, config: EndpointConfig, most: int) -> None:
-        """Raises ConfigError when there is no such address or key."""
-        Endpoint(config)
-        self._config, self._most = config, most
-        self._open: dict[asyncio.AbstractEventLoop, _Line] = {}
-
-    @asynccontextmanager
-    async def lent(self) -> AsyncIterator[Endpoint]:
-        loop = asyncio.get_running_loop()
-        if loop not in self._open:
-            self._open[loop] = _Line(Endpoint(self._config), asyncio.Semaphore(self._most))
-        line = self._open[loop]
-        line.users += 1
-        try:
-            async with line.turns:
-                yield line.endpoint
-        finally:
-            line.users -= 1
-            if not line.users:
-                del self._open[loop]
-                await line.endpoint.aclose()

@@ -64,7 +64,7 @@ class GenRMGroup(Judge):
         self._first, self._contradicted = [], []
         return super().metrics() | {name: statistics.fmean(values) for name, values in lists.items() if values}
 
-    async def compare(self, trajectories: Sequence[Trajectory]) -> list[float | RewardError]:
+    async def score_group(self, trajectories: Sequence[Trajectory], /) -> list[float | RewardError]:
         """A score for each episode of a group, or why it has none. Two at least can be compared."""
         found: list[float | RewardError] = [RewardError("there is nothing to compare it with")] * len(trajectories)
         there = [at for at, one in enumerate(trajectories) if one.turns]
