@@ -50,6 +50,8 @@ SETTINGS = (
     *("median", "sigma", "most", "env", "order", "on_update", "server_args", "set"),
 )
 """Runs with the same of these can be compared."""
+ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "HF_HUB_OFFLINE": "1"}
+"""Of each run. A Megatron learner starts NCCL before the sampler can say how servers want it for `broadcast`."""
 CLOSING_SECONDS = 60.0
 """What a run that is stopped may take to save and close."""
 
@@ -153,7 +155,8 @@ def run_apart(config: dict[str, Any], folder: Path, seconds: float) -> str | Non
     file, log = folder.with_suffix(".json"), folder.with_suffix(".log")
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     with log.open("wb") as out:  # no pipe: a helper of torch holds it for longer than the run
-        child = subprocess.Popen([sys.executable, __file__, "--child", str(file)], stdout=out, stderr=out)
+        command = [sys.executable, __file__, "--child", str(file)]
+        child = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT})
         try:
             code = child.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -247,7 +250,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"| {row['median_step_seconds']:.2f} ({row['mean_step_seconds']:.2f}) "
             f"| {row['train_seconds']:.2f} | {row['sync_seconds']:.2f} | {', '.join(rates)} "
             f"| {row['learner_wait_share']:.1%} | {row['sampler_idle_share']:.1%} | {', '.join(lags)} "
-            f"| {row['last_reward']:.3f} |"
+            f"| {row['last_reward'] or 0:.3f} |"
         )
 
 

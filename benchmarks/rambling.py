@@ -24,10 +24,11 @@ from relax_gym.hookspecs import hookimpl
 from relax_gym.plugins import plugins
 from relax_gym.registry import Component
 from relax_gym.sampler import SamplingParams, Session
-from relax_gym.types import Completion, Placed
+from relax_gym.types import Completion, Message, Placed
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 
+Info = dict[str, Any]
 ENV, SAMPLER = "benchmark/Ramble-v0", "sglang_lengths"
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]\n{{ message['content'] }}\n{% endfor %}"
@@ -43,20 +44,17 @@ class Ramble(relax_gym.Env):
         """`prompt` is in characters."""
         self._turns, self._prompt, self._left = turns, prompt, turns
 
-    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[list[Message], Info]:
         """A prompt of random letters."""
         super().reset(seed=seed)
         self._left = self._turns
         return relax_gym.user("".join(self.np_random.choice(list(LETTERS), self._prompt))), {}
 
-    async def step(self, action: str) -> Any:
+    def step(self, action: str) -> relax_gym.StepResult:
         """The env wants more until it has enough."""
         self._left -= 1
         reward = sum(ord(character) % 2 == 0 for character in action) / max(1, len(action)) / self._turns
         return relax_gym.StepResult(relax_gym.user("go on"), reward, self._left == 0, False, {})
-
-    async def close(self) -> None:  # type: ignore[override]
-        """Nothing to close."""
 
 
 class LengthsOptions(SGLangSamplerOptions):
