@@ -52,7 +52,7 @@ SETTINGS = (
 """Runs with the same of these can be compared."""
 ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "HF_HUB_OFFLINE": "1"}
 """Of each run. A Megatron learner starts NCCL before the sampler can say how servers want it for `broadcast`."""
-CLOSING_SECONDS = 60.0
+CLOSING_SECONDS = 40.0
 """What a run that is stopped may take to save and close."""
 
 
@@ -109,7 +109,7 @@ def run_config(mode: str, model: Path, folder: Path, args: argparse.Namespace) -
 def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Servers and where they run. One of several GPUs that all share sees the others, to read the learner's memory."""
     episodes = args.groups * args.group_size * (staleness(mode) + 1)
-    ours = {"max_running_requests": episodes, **({} if GPU else {"max_total_tokens": 65536})}
+    ours = {"max_running_requests": episodes, **({"mem_fraction_static": 0.5} if GPU else {"max_total_tokens": 65536})}
     arguments, environment = server_setup(args, **ours)
     section = {"python": args.python, "server_args": arguments, "env": environment, "on_update": args.on_update}
     section["colocate"] = mode == COLOCATED
@@ -275,7 +275,7 @@ def arguments() -> argparse.Namespace:
     for name, large, small in (("median", 128, 32), ("most", 2048, 384), ("micro-batch-tokens", 16384, 4096)):
         made.add_argument(f"--{name}", type=int, default=large if GPU else small, help="tokens")
     made.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of an answer's tokens")
-    made.add_argument("--lr", type=float, default=1e-6 if GPU else 1e-3)
+    made.add_argument("--lr", type=float, default=1e-6 if GPU else 3e-3)
     made.add_argument("--env", default=rambling.ENV, help="another env's id")
     made.add_argument("--order", default="slot", choices=["slot", "ready"])
     made.add_argument("--on-update", default="retract", choices=["abort", "retract", "keep"])
