@@ -39,9 +39,9 @@ class RotaryAttention(CoreAttention):
         if self.norms is None:
             query, key = turn_both(query, key, cosines, sines)
         else:
-            query, key = norm_and_turn_both(
-                query, key, *(norm.weight for norm in self.norms), self.norms[0].eps or 0.0, cosines, sines
-            )
+            first, second = self.norms
+            eps = first.eps or 0.0
+            query, key = norm_and_turn_both(query, key, first.weight, second.weight, eps, cosines, sines)
         return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
 
 
