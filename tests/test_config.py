@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 from algorithm_cases import group
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_gym.algorithm import Algorithm
@@ -58,6 +58,7 @@ def test_overrides_take_toml_values_or_text(tmp_path) -> None:
     assert config.learner.options == {"lr": 1e-4}
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 2**31 - 1),
     st.floats(1e-3, 10),
