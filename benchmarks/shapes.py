@@ -34,6 +34,7 @@ class Shape:
 SHAPES = {
     "0.6b": Shape(hidden=1024, layers=28, heads=16, kv_heads=8, intermediate=3072),
     "4b": Shape(hidden=2560, layers=36, heads=32, kv_heads=8, intermediate=9728),
+    "0.2b": Shape(hidden=1024, layers=16, heads=16, kv_heads=8, intermediate=3072, vocabulary=32_000, head_dim=64),
     "tiny": Shape(hidden=64, layers=3, heads=4, kv_heads=2, intermediate=192, vocabulary=512, head_dim=16),
     "moe": Shape(
         hidden=512, layers=6, heads=8, kv_heads=4, intermediate=256, vocabulary=32_000, head_dim=64, experts=32

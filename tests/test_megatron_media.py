@@ -33,7 +33,7 @@ from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank import RankLearner
 from relax_gym_trainers.megatron_learner.rank_service import Place
-from relax_gym_trainers.megatron_learner.towers import check_deep_stack
+from relax_gym_trainers.megatron_learner.towers import MediaReader, check_deep_stack
 from relax_gym_trainers.torch_learner.learner import TorchLearner
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 
@@ -303,6 +303,21 @@ def test_positions_axes_are_those_of_transformers() -> None:
         axes = FAMILIES[model_type].axes(config)
         assert axes is not None and np.bincount(axes).tolist() == sections
         assert axes[:4].tolist() == ([0, 1, 2, 0] if interleaved else [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_omni"])
+def test_k53_each_sample_of_a_pack_has_the_positions_that_it_has_alone(name: str) -> None:
+    """Padded to a multiple of 8, and in a micro-batch with others, one of them without media."""
+    processor, model = families.processor(name), families.model(name)
+    reader = MediaReader(processor, model.config)
+    (whole,) = batches.plan(sampled(name), ranks=1, budget=10_000, align=8).micro_batches(0)
+    laid_out = reader.laid_out(whole)
+    assert laid_out.positions.shape == (3, len(whole.ids))
+    for start, sample in zip(whole.cu_seqlens, whole.members, strict=False):
+        media = [placed.media for placed in sample.media]
+        alone = np.broadcast_to(processor.positions(model, sample.token_ids, media), (3, len(sample.token_ids)))
+        read = int(sample.loss_mask.nonzero()[0][-1])  # what follows the last predictor is left out
+        np.testing.assert_array_equal(laid_out.positions[:, start : start + read], alone[:, :read])
 
 
 def test_ranks_in_other_processes_are_given_the_processor() -> None:
