@@ -16,9 +16,10 @@ import os
 import pickle
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, InvalidStateError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,13 +70,9 @@ class Isolated:
             RewardError: the processes cannot run.
             Whatever else the function raises.
         """
-        pool, job = _SHARED.schedule(self._token, function, args, seconds, memory)
-        future = asyncio.wrap_future(job)
+        future = asyncio.wrap_future(_SHARED.schedule(self._token, function, args, seconds, memory))
         try:
-            while not (await asyncio.wait([future], timeout=GLANCE))[0]:
-                if not pool.active:  # pebble forgets some of the jobs of a pool that breaks
-                    raise BrokenExecutor("they have ended")
-            return future.result()
+            return await future
         except (TimeoutError, MemoryError, RecursionError, BrokenExecutor) as error:
             raise _killed(error, seconds, memory) from error
         except Exception as error:
@@ -98,6 +95,7 @@ class _Shared:
         self._wanted: dict[int, tuple[int, Callable[[], object] | None]] = {}
         self._users: set[int] = set()
         self._pool: ProcessPool | None = None
+        self._jobs: set[ProcessFuture[Any]] = set()
 
     def join(self, workers: int, prepare: Callable[[], object] | None) -> int:
         with self._lock:
@@ -107,14 +105,27 @@ class _Shared:
 
     def schedule(
         self, token: int, function: Callable[..., Any], args: tuple[Any, ...], seconds: float, memory: int
-    ) -> tuple[ProcessPool, ProcessFuture[Any]]:
+    ) -> ProcessFuture[Any]:
         with self._lock:
             self._users.add(token)
             if self._pool is None or not self._pool.active:
-                self._pool = self._started()
-            return self._pool, self._pool.schedule(
-                _run, args=(function, args, seconds + GRACE, memory), timeout=seconds
-            )
+                self._pool, self._jobs = self._started(), set()
+                threading.Thread(target=self._watch, args=[self._pool, self._jobs], daemon=True).start()
+            jobs = self._jobs
+            job = self._pool.schedule(_run, args=(function, args, seconds + GRACE, memory), timeout=seconds)
+            jobs.add(job)
+            job.add_done_callback(jobs.discard)
+            return job
+
+    def _watch(self, pool: ProcessPool, jobs: set[ProcessFuture[Any]]) -> None:
+        """pebble forgets some of the jobs of a pool that breaks, and whoever waits for them would for ever."""
+        while pool.active:
+            time.sleep(GLANCE)
+        with self._lock:
+            forgotten = list(jobs)
+        for job in forgotten:
+            with contextlib.suppress(InvalidStateError):
+                job.set_exception(BrokenExecutor("they have ended"))
 
     def rest(self, token: int) -> None:
         """End the processes when nobody else uses them."""

@@ -107,7 +107,8 @@ def test_list_names_every_reward_and_show_describes_each(capsys: Any) -> None:
 def test_show_says_options_types_and_defaults_also_those_of_a_base(capsys: Any) -> None:
     _, out, _ = run(capsys, "rewards", "show", "genrm")
     lines = [line.split() for line in out.splitlines()]
-    assert ["endpoint", "str", "required"] in lines
+    assert ["endpoint", "str", '""'] in lines
+    assert any(line[:1] == ["model"] and line[-1] == "required" for line in lines)
     assert ["normalise", "bool", "true"] in lines
     assert ["json_field", "str", '"score"'] in lines
     assert "name of the environment variable that holds the key" in out
