@@ -115,7 +115,6 @@ def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     section["colocate"] = mode == COLOCATED
     every = [str(gpu) for gpu in range(args.engine_gpus + args.learner_gpus)]
     if not GPU:
-        arguments["enable_memory_saver"] = False  # there is none for CPUs
         return section
     if shared(args):
         return {**section, "sync": "ipc", "devices": ["0"]}
