@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -47,7 +48,7 @@ COLOCATED, HYBRID = "colocated", "hybrid"
 MODES = (COLOCATED, HYBRID, "async-1", "async-2", "async-4")
 SETTINGS = (
     *("model", "learner", "dtype", "engine_gpus", "learner_gpus", "seed", "groups", "group_size", "turns", "prompt"),
-    *("median", "sigma", "most", "env", "order", "on_update", "server_args", "set"),
+    *("median", "sigma", "most", "micro_batch_tokens", "lr", "env", "order", "on_update", "server_args", "set"),
 )
 """Runs with the same of these can be compared."""
 ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "HF_HUB_OFFLINE": "1"}
@@ -57,6 +58,13 @@ CLOSING_SECONDS = 40.0
 
 
 # One run --------------------------------------------------------------------------------------------------------------
+
+
+def known(mode: str) -> str:
+    """The mode. Raises ArgumentTypeError when there is no such."""
+    if mode in (COLOCATED, HYBRID) or re.fullmatch(r"async-[1-9]\d*", mode):
+        return mode
+    raise argparse.ArgumentTypeError(f"{mode!r} is no mode; give {COLOCATED}, {HYBRID} or async-N, such as async-2")
 
 
 def staleness(mode: str) -> int:
@@ -115,7 +123,6 @@ def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     section["colocate"] = mode == COLOCATED
     every = [str(gpu) for gpu in range(args.engine_gpus + args.learner_gpus)]
     if not GPU:
-        arguments["enable_memory_saver"] = False  # there is none for CPUs
         return section
     if shared(args):
         return {**section, "sync": "ipc", "devices": ["0"]}
@@ -262,7 +269,7 @@ def arguments() -> argparse.Namespace:
     made = parser(__doc__, python=os.environ.get("RELAX_GYM_SGLANG_PYTHON", sys.executable))
     made.add_argument("--model", default="0.6b" if GPU else "tiny", help=f"a folder, or one of {', '.join(SHAPES)}")
     made.add_argument("--device", default="cuda" if GPU else "cpu", choices=["cuda", "cpu"])
-    made.add_argument("--modes", nargs="+", default=MODES, metavar="MODE", help=", ".join(MODES))
+    made.add_argument("--modes", nargs="+", default=MODES, type=known, metavar="MODE", help=", ".join(MODES))
     made.add_argument("--learner", default="megatron" if GPU else "torch", choices=["torch", "megatron"])
     for name, large, small in (("engine-gpus", 1, 0), ("learner-gpus", 1, 1)):
         made.add_argument(f"--{name}", type=int, default=large if GPU else small)
@@ -330,7 +337,7 @@ def main() -> None:
     name = f"async_training_{args.model if args.model in SHAPES else Path(args.model).name}"
     settings = {key: getattr(args, key) for key in SETTINGS}
     rows = [row for row in measured_before(name, settings) if row["mode"] not in args.modes] if args.write else []
-    head = {**machine(args, server_setup(args)[0]), "settings": settings}
+    head = {**machine(args, sampler_section(args.modes[0], args)["server_args"]), "settings": settings}
     with tempfile.TemporaryDirectory() as folder:
         model = get_model(args, Path(folder))
         for done, mode in enumerate(args.modes):

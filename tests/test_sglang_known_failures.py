@@ -172,6 +172,22 @@ def test_k35_servers_are_not_launched_to_give_log_probs_without_the_temperature(
     using([FakeSGLang()], use, tmp_path)
 
 
+@pytest.mark.parametrize(("device", "saves"), [("cuda", True), ("cpu", False)])
+def test_colocated_servers_are_launched_to_free_memory_where_there_is_some(
+    device: str, saves: bool, tmp_path: Path
+) -> None:
+    environment = {"PYTHONPATH": str(Path(__file__).with_name("sglang_stand_in")), "STAND_IN": "die"}
+    options = SGLangSamplerOptions(env=environment, server_args={"device": device}, colocate=True)
+
+    async def use(sampler: SGLangSampler) -> str:
+        with pytest.raises(SamplerError) as caught:
+            await launch(0, options, sampler._context, devices=None).connect()
+        return str(caught.value)
+
+    said = using([FakeSGLang()], use, tmp_path)
+    assert f"--device {device}" in said and ("--enable-memory-saver" in said) is saves
+
+
 def test_k96_connections_notice_a_peer_that_vanished() -> None:
     with _socket_with_keepalive((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -40,7 +40,7 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, d
     arguments: dict[str, object] = {}
     if options.routed_experts:
         arguments["enable_return_routed_experts"] = True
-    if options.colocate:
+    if options.colocate and options.server_args.get("device") != "cpu":  # which has none to free
         arguments["enable_memory_saver"] = True
     media: dict[str, str] = {}
     if context.processor is not None:
