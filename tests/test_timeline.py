@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -155,15 +156,28 @@ def test_each_resume_begins_a_timeline_and_harms_none(tmp_path: Path) -> None:
         assert [event["args"]["number"] for event in learner if event["name"] == "step"] == [number]
 
 
+def grown(path: Path, before: int) -> bool:
+    """Whether there is another file than before with some events."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # the earlier one has been moved
+        return False
+    return found.st_ino != before and found.st_size > 2000
+
+
 def test_what_kill_9_leaves_is_a_trace(tmp_path: Path) -> None:
     path, seen = tmp_path / "run" / "timeline.json", 0
     for _ in range(5):
         pid = os.fork()
         if pid == 0:
-            run(trainer(tmp_path, half_a, resume=(tmp_path / "run" / "config.toml").exists(), train={"steps": 10**6}))
-            os._exit(0)
-        while not (path.exists() and path.stat().st_size > 2000) or path.stat().st_ino == seen:
-            os.sched_yield()
+            try:
+                resume = (tmp_path / "run" / "config.toml").exists()
+                run(trainer(tmp_path, half_a, resume=resume, train={"steps": 10**6}))
+            finally:
+                os._exit(1)
+        while not grown(path, seen):
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
+            time.sleep(0.001)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         seen = path.stat().st_ino
