@@ -125,15 +125,23 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(tp=2, sequence_parallel=False), Layout(pp=2), Layout(cp=2)], ids=str)
+KINDS = [
+    pytest.param("dense", Layout(tp=2, sequence_parallel=False), marks=pytest.mark.slow),
+    pytest.param("dense", Layout(pp=2), marks=pytest.mark.slow),
+    pytest.param("dense", Layout(cp=2), marks=pytest.mark.slow),
+    pytest.param("experts", Layout(dp=2, ep=2), marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param("experts", Layout(tp=2, ep=2, etp=1), marks=[pytest.mark.slow, pytest.mark.long]),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), KINDS, ids=str)
 def test_every_algorithm_does_the_same_on_every_kind_of_layout(
-    expected: Expected, folders: Folders, layout: Layout
+    expected: Expected, folders: Folders, model: str, layout: Layout
 ) -> None:
     for (name, case), found in zip(
-        ALGORITHMS.items(), by_megatron(layout, folders["dense"], list(ALGORITHMS.values())), strict=True
+        ALGORITHMS.items(), by_megatron(layout, folders[model], list(ALGORITHMS.values())), strict=True
     ):
-        apart = {key: value for key, value in gap(found, expected("dense", case)).items() if value > TOLERANCE}
+        apart = {key: value for key, value in gap(found, expected(model, case)).items() if value > TOLERANCE}
         assert apart == {}, name
 
 
