@@ -195,7 +195,8 @@ def measured(lines: list[dict[str, Any]], mode: str, args: argparse.Namespace) -
 
 
 def summary(mode: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of a mode. Shares and rates are of the whole time of its steps; `time/step` leaves out checkpoints."""
+    """The row of a mode. Rates and shares are of the whole time of its steps: where the
+    learner runs ahead of the tail of rollouts, a median step is a short one. `time/step` leaves out checkpoints."""
 
     def total(name: str) -> float:
         return float(sum(line.get(name, 0.0) for line in lines))
@@ -211,7 +212,7 @@ def summary(mode: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
         "steps": len(lines),
         "median_step_seconds": statistics.median(seconds),
         "mean_step_seconds": statistics.mean(seconds),
-        "steps_per_hour": 3600 / statistics.median(seconds),
+        "steps_per_hour": 3600 / statistics.mean(seconds),
         "step_seconds": seconds,
         "train_seconds": statistics.median(line["time/train"] for line in lines),
         "sync_seconds": statistics.median(line["time/publish"] for line in lines),
@@ -236,25 +237,25 @@ def compare(rows: list[dict[str, Any]]) -> None:
     for row in rows if base else ():
         if base and "steps_per_hour" in row:
             row["to_colocated"] = row["steps_per_hour"] / base["steps_per_hour"]
-            row["to_colocated_by_means"] = base["mean_step_seconds"] / row["mean_step_seconds"]
+            row["to_colocated_by_medians"] = base["median_step_seconds"] / row["median_step_seconds"]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    print("\n| mode | steps/hour | to colocated (by means) | s a step, median (mean) | train, s | sync, s ", end="")
+    print("\n| mode | steps/hour | to colocated (by medians) | s a step, mean (median) | train, s | sync, s ", end="")
     print("| tokens/s sampled, read, trained | learner waits | sampler idle | tokens by lag | reward, last steps |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---|---:|")
     for row in rows:
         if "steps_per_hour" not in row:
             print(f"| {row['mode']} | {row['error'].splitlines()[-1]} |")
             continue
-        ratio = f"{row['to_colocated']:.2f} ({row['to_colocated_by_means']:.2f})" if "to_colocated" in row else ""
+        ratio = f"{row['to_colocated']:.2f} ({row['to_colocated_by_medians']:.2f})" if "to_colocated" in row else ""
         rates = [f"{row[f'{kind}_tokens_per_second']:,.0f}" for kind in ("sampled", "read", "trained")]
         trained = sum(row["trained_tokens_by_lag"].values()) or 1.0
         lags = [f"{lag}: {tokens / trained:.0%}" for lag, tokens in row["trained_tokens_by_lag"].items()]
         print(
             f"| {row['mode']} | {row['steps_per_hour']:,.0f} | {ratio} "
-            f"| {row['median_step_seconds']:.2f} ({row['mean_step_seconds']:.2f}) "
+            f"| {row['mean_step_seconds']:.2f} ({row['median_step_seconds']:.2f}) "
             f"| {row['train_seconds']:.2f} | {row['sync_seconds']:.2f} | {', '.join(rates)} "
             f"| {row['learner_wait_share']:.1%} | {row['sampler_idle_share']:.1%} | {', '.join(lags)} "
             f"| {row['last_reward'] or 0:.3f} |"
