@@ -1,7 +1,10 @@
-"""What is trained ahead of its weights: it knows the policy that sampled it."""
+"""What is trained ahead of its weights: it knows the policy that sampled it, and learns as much."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +51,19 @@ def test_the_log_probs_of_stale_tokens_are_those_of_the_version_that_they_name(t
     assert len(gaps[0]) > 100
     assert max(gaps[0]) < 1e-4
     assert max(gaps[1]) > 1e-2  # the test can tell one version from the next
+
+
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "async_learning.py"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_final_reward_is_the_same_for_each_bound_within_seed_noise(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(BENCHMARK), "--write", str(tmp_path / "result.json")], check=True)
+    result = json.loads((tmp_path / "result.json").read_text())
+    rows = [row for row in result["summary"] if row["max_staleness"] < 4 or row["dual_clip"]]
+    assert [(row["max_staleness"], row["seeds"]) for row in rows] == [(0, 3), (1, 3), (4, 3)]
+    assert all(row["after"] - row["before"] > 0.2 for row in rows)
+    noise = max(0.02, *(row["spread"] for row in rows))  # of 200 episodes: 0.02 by themselves
+    rewards = [row["after"] for row in rows]
+    assert max(rewards) - min(rewards) <= 2 * noise, rows
