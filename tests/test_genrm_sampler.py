@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from reward_kit import episode
+from sglang_kit import ARGUMENTS, CPU_ENVIRONMENT, sglang_python
 
 from relax_gym.config import Options
 from relax_gym.context import RunContext
@@ -152,16 +153,20 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         judge(**options)
 
 
-def test_groups_are_compared_by_it_too_and_the_local_sampler_serves_a_model() -> None:
-    local = {"name": "local", "max_context": 2048, "dtype": "float32", "device": "cpu"}
-    reward = GenRMGroup(
-        sampler=local,
-        model={"name": "tiny-qwen3", "kwargs": {"max_positions": 2048}},
-        mode="list",
-        orders=1,
-        max_tokens=8,
-    )
+def untrained(sampler: dict[str, Any]) -> None:
+    """It answers, and what it says has no verdict."""
+    model = {"name": "tiny-qwen3", "kwargs": {"max_positions": 2048}}
+    reward = GenRMGroup(sampler=sampler, model=model, mode="list", orders=1, max_tokens=8)
     found = asyncio.run(reward.score_group([episode("4"), episode("5")]))
     reward.close()
-    assert len(found) == 2 and all(isinstance(one, RewardError) for one in found)  # it is untrained
+    assert len(found) == 2 and all(isinstance(one, RewardError) for one in found)
     assert "without a verdict" in str(found[0])
+
+
+def test_groups_are_compared_by_it_too_and_the_local_sampler_serves_a_model() -> None:
+    untrained({"name": "local", "max_context": 2048, "dtype": "float32", "device": "cpu"})
+
+
+@pytest.mark.sglang
+def test_real_sglang_serves_a_model() -> None:
+    untrained({"name": "sglang", "server_args": ARGUMENTS, "python": sglang_python(), "env": CPU_ENVIRONMENT})
