@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, InvalidStateError
 from pathlib import Path
@@ -58,7 +59,7 @@ class Isolated:
         if importlib.util.find_spec("pebble") is None:
             raise RewardError("pebble not installed; run: pip install 'relax-gym[rewards]'")
         self._token = _SHARED.join(workers, prepare)
-        weakref.finalize(self, _SHARED.leave, self._token)
+        weakref.finalize(self, _SHARED.left.append, self._token)
 
     async def call(
         self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS, memory: int = MEMORY
@@ -88,9 +89,14 @@ class Isolated:
 
 
 class _Shared:
-    """What all shares have in common in this process."""
+    """What all shares have in common in this process.
+
+    Attributes:
+        left: Shares that were garbage-collected. That happens in any thread, whatever locks it holds: it is only noted.
+    """
 
     def __init__(self) -> None:
+        self.left: deque[int] = deque()
         self._lock, self._tokens = threading.RLock(), itertools.count()
         self._wanted: dict[int, tuple[int, Callable[[], object] | None]] = {}
         self._users: set[int] = set()
@@ -108,44 +114,54 @@ class _Shared:
     ) -> ProcessFuture[Any]:
         with self._lock:
             self._users.add(token)
-            if self._pool is None or not self._pool.active:
+            new = self._pool is None or not self._pool.active
+            if new:
                 self._pool, self._jobs = self._started(), set()
-                threading.Thread(target=self._watch, args=[self._pool, self._jobs], daemon=True).start()
+            assert self._pool is not None
             jobs = self._jobs
             job = self._pool.schedule(_run, args=(function, args, seconds + GRACE, memory), timeout=seconds)
             jobs.add(job)
             job.add_done_callback(jobs.discard)
+            if new:
+                threading.Thread(target=self._watch, args=[self._pool, jobs], daemon=True).start()
             return job
 
     def _watch(self, pool: ProcessPool, jobs: set[ProcessFuture[Any]]) -> None:
-        """pebble forgets some of the jobs of a pool that breaks, and whoever waits for them would for ever."""
+        """End the processes when the last share is gone; and pebble forgets some of the jobs of a pool that breaks, and
+        whoever waits for them would for ever."""
         while pool.active:
             time.sleep(GLANCE)
+            if self.left:
+                self.rest()
         with self._lock:
             forgotten = list(jobs)
         for job in forgotten:
             with contextlib.suppress(InvalidStateError):
                 job.set_exception(BrokenExecutor("they have ended"))
 
-    def rest(self, token: int) -> None:
-        """End the processes when nobody else uses them."""
+    def rest(self, *tokens: int) -> None:
+        """End the processes when no other shares use them."""
         with self._lock:
-            self._users.discard(token)
+            self._users.difference_update(tokens)
+            self._count()
             if self._users or self._pool is None:
                 return
             pool, self._pool = self._pool, None
         _stop(pool)
 
-    def leave(self, token: int) -> None:
-        with self._lock:
+    def _count(self) -> None:
+        """Leave out those that are gone."""
+        while self.left:
+            token = self.left.popleft()
             self._wanted.pop(token, None)
-        self.rest(token)
+            self._users.discard(token)
 
     def _started(self) -> ProcessPool:
         from pebble import ProcessPool
 
         if self._pool is not None:
             _stop(self._pool)
+        self._count()
         preparations = {prepare for _, prepare in self._wanted.values() if prepare is not None}
         return ProcessPool(
             max(workers for workers, _ in self._wanted.values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from reward_kit import episode
 
+from relax_gym import isolation
 from relax_gym.errors import RewardError
 from relax_gym.isolation import Isolated, IsolatedGroupReward, IsolatedReward, Killed, isolated
 from relax_gym.scoring import WeightedReward, close_rewards, make_reward, score, score_group
@@ -207,3 +209,30 @@ def test_processes_are_prepared_before_their_first_call(pool: Isolated) -> None:
     share = Isolated(prepare=prepare)
     assert asyncio.run(share.call(os.getenv, "PREPARED", seconds=LONG)) not in (None, str(os.getpid()))
     share.close()
+
+
+def test_a_share_that_is_garbage_waits_for_no_lock_and_ends_the_processes_if_it_was_the_last(pool: Isolated) -> None:
+    pool.close()
+    share = Isolated()
+    asyncio.run(share.call(os.getpid, seconds=LONG))
+    lock = isolation._SHARED._lock
+    held, seen = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            seen.wait(LONG)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(LONG)
+    del share
+    gc.collect()
+    assert holder.is_alive()
+    assert multiprocessing.active_children()
+    seen.set()
+    holder.join()
+    deadline = time.monotonic() + LONG
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert multiprocessing.active_children() == []
