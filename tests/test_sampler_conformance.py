@@ -104,6 +104,8 @@ SUBJECTS = {"local": local, "fake": fake, "sglang": real}
 )
 def playing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Runs a case with a sampler that serves all cases of its kind."""
+    if request.param == "sglang" and not torch.cuda.is_available():
+        request.getfixturevalue("sglang_server")  # which has a loop of its own while it starts
     runner = asyncio.Runner()
     subject = SUBJECTS[request.param](tmp_path_factory.mktemp(request.param), request)
 
