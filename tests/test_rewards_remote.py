@@ -50,6 +50,17 @@ def drop() -> web.StreamResponse:
     raise asyncio.CancelledError  # the connection ends without an answer
 
 
+def test_an_answer_that_comes_in_pieces_is_read_to_its_end() -> None:
+    found, seen = ask(text(" " * 900_000 + "0.5"))
+    assert (found.reward, len(seen)) == (1.0, 1)
+
+
+def test_an_answer_that_is_too_long_is_not_asked_for_again() -> None:
+    found, seen = ask(text(" " * 2**20 + "0.5"))
+    assert "answered with more than 1048576 bytes; give a score only" in found.reward_failures["r"]
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"), [(0.5, 1.0), (1, 2.0), ([0.25, 0.5], 1.5), ({"score": 0.5, "style": 3}, 1.0)], ids=repr
 )

@@ -96,7 +96,7 @@ class Remote:
         limit = aiohttp.ClientTimeout(total=seconds)
         try:
             async with http.post(self.url, data=body, timeout=limit, allow_redirects=False) as response:
-                text = (await response.content.read(LONGEST_REPLY)).decode("utf-8", "replace")
+                text = (await self._read(response.content)).decode("utf-8", "replace")
                 status, wait = response.status, retry_after(response.headers.get("Retry-After"))
         except TimeoutError as error:
             raise _Passing(f"{self.url} did not answer within {seconds:g} s") from error
@@ -111,6 +111,17 @@ class Remote:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _Passing(f"{self.url} answered 200 with no JSON: {said!r}") from error
+
+    async def _read(self, content: aiohttp.StreamReader) -> bytes:
+        """All of it; `content.read` gives what has come so far."""
+        answer = bytearray()
+        async for part in content.iter_any():
+            answer += part
+            if len(answer) > LONGEST_REPLY:
+                raise RewardError(
+                    f"remote: {self.url} answered with more than {LONGEST_REPLY} bytes; give a score only"
+                )
+        return bytes(answer)
 
     def _safe(self, text: str) -> str:
         """What was said without the key: some services repeat it."""
