@@ -153,7 +153,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         judge(**options)
 
 
-def untrained(sampler: dict[str, Any]) -> None:
+def check_an_untrained_judge(sampler: dict[str, Any]) -> None:
     """It answers, and what it says has no verdict."""
     model = {"name": "tiny-qwen3", "kwargs": {"max_positions": 2048}}
     reward = GenRMGroup(sampler=sampler, model=model, mode="list", orders=1, max_tokens=8)
@@ -164,9 +164,11 @@ def untrained(sampler: dict[str, Any]) -> None:
 
 
 def test_groups_are_compared_by_it_too_and_the_local_sampler_serves_a_model() -> None:
-    untrained({"name": "local", "max_context": 2048, "dtype": "float32", "device": "cpu"})
+    check_an_untrained_judge({"name": "local", "max_context": 2048, "dtype": "float32", "device": "cpu"})
 
 
 @pytest.mark.sglang
 def test_real_sglang_serves_a_model() -> None:
-    untrained({"name": "sglang", "server_args": ARGUMENTS, "python": sglang_python(), "env": CPU_ENVIRONMENT})
+    check_an_untrained_judge(
+        {"name": "sglang", "server_args": ARGUMENTS, "python": sglang_python(), "env": CPU_ENVIRONMENT}
+    )
