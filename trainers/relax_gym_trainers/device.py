@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,23 @@ def upload(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def download(value: Tensor) -> Callable[[], Tensor]:
+    """Begins to bring a value to host memory. What is returned gives it, and waits for what the device had to do until
+    now, not for what it is told to do later."""
+    if not value.is_cuda:
+        return lambda: value
+    here = torch.empty_like(value, device="cpu", pin_memory=True)
+    here.copy_(value, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def arrived() -> Tensor:
+        done.synchronize()
+        return here
+
+    return arrived
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relax_gym.errors import TrainingError
 from relax_gym.types import TrainingSample
-from relax_gym_trainers.device import upload
+from relax_gym_trainers.device import download, upload
 from relax_gym_trainers.megatron_learner import batches, compat  # noqa: F401  (compat before megatron)
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan, split_for_context
 from relax_gym_trainers.megatron_learner.divergence import shared_head, vocab_parallel_divergence
@@ -204,7 +204,7 @@ class MegatronBackend:
 
     def _run(self, batches: Sequence[PackedBatch], end: End, *, forward_only: bool = False) -> float:
         """All micro-batches through the pipeline; the sum of their losses over all ranks."""
-        total: float | Tensor = 0.0
+        losses: list[Callable[[], Tensor]] = []
         mine = list(batches)
         shares = [self.share_of(batch) for batch in mine]
         experts = mine[0].experts if mine else None  # all have them or none
@@ -216,9 +216,8 @@ class MegatronBackend:
             hidden = self._forward(chunk, mine[number], shares[number])
 
             def reduce(out: Tensor, non_loss_data: bool = False) -> Any:
-                nonlocal total
                 value, surrogate = end(out, number, shares[number])
-                total = total + value
+                losses.append(download(torch.as_tensor(value)))
                 return surrogate, torch.zeros((), dtype=torch.int, device=out.device), {}  # nothing divides by tokens
 
             return hidden, reduce
@@ -234,7 +233,7 @@ class MegatronBackend:
         )
         if experts is not None:
             refuse_wrong(self.replays.values(), self.control)
-        return sum(self._reports(float(total)))
+        return sum(self._reports(sum(float(loss()) for loss in losses)))  # while the last one still goes backward
 
     def _forward(self, chunk: Any, batch: PackedBatch, share: ContextShare) -> Tensor:
         device = next(chunk.parameters()).device

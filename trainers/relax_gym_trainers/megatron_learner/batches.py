@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from relax_gym.errors import TrainingError
 from relax_gym.media.items import Media
 from relax_gym.types import TrainingSample
-from relax_gym_trainers.torch_learner.packing import UNROUTED, IntArray, Row, build_rows
+from relax_gym_trainers.torch_learner.packing import UNROUTED, IntArray, trained_positions
 
 Bin = list[int]
 """Numbers of the samples of one micro-batch."""
@@ -63,6 +63,17 @@ class PackedBatch:
     def padded_tokens(self) -> int:
         """Tokens the forward pass computes, pads included."""
         return self.ids.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """The tokens of a sample that the model must read, and which of them predict a trained one."""
+
+    ids: NDArray[np.int32]
+    predictors: IntArray
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -208,9 +219,8 @@ def _padded(length: int, align: int) -> int:
 
 
 def _row(sample: TrainingSample) -> Row:
-    """The tokens of a sample that the model must read."""
-    (row,) = build_rows([sample], budget=1, share_prefix=False)
-    return row
+    trained = trained_positions(sample)
+    return Row(ids=sample.token_ids[: trained[-1]], predictors=trained - 1)
 
 
 def _expert_shape(samples: Sequence[TrainingSample]) -> tuple[int, ...] | None:

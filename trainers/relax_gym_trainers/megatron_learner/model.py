@@ -15,11 +15,12 @@ from relax_gym_trainers.megatron_learner import compat, hf
 from relax_gym_trainers.megatron_learner.families import family_of
 from relax_gym_trainers.megatron_learner.families.base import head_size, rotary
 from relax_gym_trainers.megatron_learner.modules.adapters import AdaptedColumn, AdaptedRow
+from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
 from relax_gym_trainers.megatron_learner.modules.experts import submodules_of, use_grouped
 from relax_gym_trainers.megatron_learner.modules.mlp import lean
-from relax_gym_trainers.megatron_learner.modules.norms import LaterNorm, RMSNorm
+from relax_gym_trainers.megatron_learner.modules.norms import RMSNorm
 from relax_gym_trainers.megatron_learner.parallel import Layout
-from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angles, keep_norms
+from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angles
 from relax_gym_trainers.megatron_learner.towers import DeepStack, MediaInputs, Towers, check_deep_stack, keep_deep_stack
 
 from megatron.core import parallel_state  # isort: skip
@@ -194,7 +195,6 @@ def build(
             **({"vp_stage": number} if layout.vpp > 1 else {}),
         )
         mark_shards(chunk)
-        keep_norms(chunk.decoder.layers)
         chunks.append(chunk.to(device, dtype))
     add_towers(chunks[0], config, whole, layout)
     return chunks
@@ -255,12 +255,13 @@ def block_spec(
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     ).submodules
+    layer.self_attention.module = RotaryAttention
     attention = layer.self_attention.submodules
-    attention.core_attention = RotaryAttention
+    attention.core_attention = CoreAttention
     attention.linear_qkv, attention.linear_proj = AdaptedColumn, AdaptedRow
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = LaterNorm
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     if not config.num_moe_experts:
         feed_forward = submodules_of(layer.mlp)
         feed_forward.linear_fc1, feed_forward.linear_fc2 = AdaptedColumn, AdaptedRow

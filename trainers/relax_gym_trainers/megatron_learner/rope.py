@@ -9,48 +9,33 @@ from torch import Tensor
 
 from relax_gym_trainers.fused import fused
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
-from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
-from relax_gym_trainers.megatron_learner.modules.norms import LaterNorm, rms_norm
+from relax_gym_trainers.megatron_learner.modules.norms import rms_norm
+
+from megatron.core.transformer.attention import SelfAttention  # isort: skip
 
 
-class RotaryAttention(CoreAttention):
-    """`CoreAttention` that first turns queries and keys by the angles kept with the pack.
+class RotaryAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's, for packed rows whose `rotary` was set by `keep_angles`.
 
-    Megatron turns each row of a pack apart, by positions that it counts itself.
-
-    Attributes:
-        norms: Those of queries and keys, applied before that in the same pass over memory, where a model has them.
+    Megatron turns each row of a pack apart, by positions that it counts itself, and copies and norms queries before.
+    Here what the linear layer gives goes over memory once, and so does its gradient.
     """
 
-    norms: tuple[LaterNorm, LaterNorm] | None = None
+    _angles: tuple[Tensor, Tensor]
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        """As `CoreAttention.forward`, for packed rows whose `rotary` was set by `keep_angles`."""
-        cosines, sines = packed_seq_params.rotary
-        if self.norms is None:
-            query, key = turn_both(query, key, cosines, sines)
-        else:
-            first, second = self.norms
-            eps = first.eps or 0.0
-            query, key = norm_and_turn_both(query, key, first.weight, second.weight, eps, cosines, sines)
-        return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+    def forward(self, *args: Any, packed_seq_params: Any, **options: Any) -> Any:
+        """As Megatron's."""
+        self._angles = packed_seq_params.rotary
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
-
-def keep_norms(layers: Any) -> None:
-    """Let the attention of Megatron's layers apply the `LaterNorm`s of their queries and keys."""
-    for layer in layers:
-        attention = layer.self_attention
-        if isinstance(attention.q_layernorm, LaterNorm):
-            attention.core_attention.norms = attention.q_layernorm, attention.k_layernorm
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Of tokens [t, 1, hidden] the queries [t, 1, heads, d], keys and values [t, 1, groups, d], ready to attend."""
+        mixed, (_, _, size) = super().get_query_key_value_tensors(*args, **{**options, "split_qkv": False})
+        norms = [self.q_layernorm.weight, self.k_layernorm.weight] if self.config.qk_layernorm else []
+        heads = mixed.view(len(mixed), -1, size)
+        made = split_and_turn(heads, mixed.shape[2], *self._angles, self.config.layernorm_epsilon, *norms)
+        query, key, value = (each[:, None] for each in made)
+        return query, key, value
 
 
 def keep_angles(
@@ -70,18 +55,16 @@ def keep_angles(
 
 
 @fused
-def turn_both(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """`turn` each."""
-    return turn(query, cosines, sines), turn(key, cosines, sines)
-
-
-@fused
-def norm_and_turn_both(
-    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, cosines: Tensor, sines: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`turn` each after its `rms_norm`."""
-    query, key = rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps)
-    return turn(query, cosines, sines), turn(key, cosines, sines)
+def split_and_turn(
+    mixed: Tensor, groups: int, cosines: Tensor, sines: Tensor, eps: float, *norms: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[t, groups · (n + 2), d], in each group n queries, a key and a value: queries [t, groups · n, d], keys and values
+    [t, groups, d]. Queries and keys are turned, after an `rms_norm` by `norms`, [d] each, where a model has them."""
+    query, key, value = mixed.view(len(mixed), groups, -1, mixed.shape[-1]).tensor_split((-2, -1), dim=2)
+    query, key = query.flatten(1, 2), key.flatten(1, 2)
+    if norms:
+        query, key = rms_norm(query, norms[0], eps), rms_norm(key, norms[1], eps)
+    return turn(query, cosines, sines), turn(key, cosines, sines), value.flatten(1, 2).clone()
 
 
 def turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -107,15 +107,10 @@ def build_rows(
     trees: dict[object, list[int]] = {}
     prompts: list[int] = []
     for index, sample in enumerate(samples):
-        trained = np.flatnonzero(sample.loss_mask)
+        trained = trained_positions(sample)
         prompts.append(int(trained[0]) if len(trained) else 0)
         if not len(trained):
             continue
-        if not prompts[index]:
-            raise TrainingError(
-                f"sample {sample.episode_id!r} (segment {sample.segment}) trains its first token, which nothing "
-                "predicts; a prompt needs at least one token before the first sampled one"
-            )
         shown = tuple(placed.media for placed in sample.media if placed.end <= prompts[index])
         key = (sample.token_ids[: prompts[index]].tobytes(), shown) if share_prefix else index
         trees.setdefault(key, []).append(index)
@@ -124,6 +119,17 @@ def build_rows(
         for members in trees.values()
         for part in _split(samples, members, prompts[members[0]], budget, pair_cost)
     ]
+
+
+def trained_positions(sample: TrainingSample) -> IntArray:
+    """Where its trained tokens are. Raises TrainingError when the first token of all is one."""
+    positions: IntArray = np.flatnonzero(sample.loss_mask)
+    if len(positions) and not positions[0]:
+        raise TrainingError(
+            f"sample {sample.episode_id!r} (segment {sample.segment}) trains its first token, which nothing "
+            "predicts; a prompt needs at least one token before the first sampled one"
+        )
+    return positions
 
 
 def _input_length(sample: TrainingSample) -> int:

@@ -48,14 +48,6 @@ class RMSNorm(torch.nn.RMSNorm):
         return _rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps or 0.0).view(x.shape)
 
 
-class LaterNorm(RMSNorm):
-    """The weight of a norm that another module applies along with what it does itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x as it is."""
-        return x
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x over its last dimension, normed and multiplied by the weight, [size]. Written out for the compiler: torch's own
     backward pass takes longer than the attention's where that dimension is short, as heads are."""
