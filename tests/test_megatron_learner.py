@@ -265,7 +265,8 @@ def test_bfloat16_loses_no_small_update(folders: Folders) -> None:
     options = {**SMALL_STEPS.options, "dtype": "float32"}
     reference = learner(SMALL_STEPS.context(folders["dense"]), **options)
     losses = [reference.imitate(random_batch(), lr=5e-4)["loss"] for _ in range(12)]
-    assert found["losses"] == pytest.approx(losses, rel=0.01)
+    assert found["losses"] == pytest.approx(losses, rel=0.015)  # each has its own rounding, which their mean has not
+    assert np.mean(found["losses"]) == pytest.approx(np.mean(losses), rel=0.006)
     assert found["losses"][0] - found["losses"][-1] == pytest.approx(losses[0] - losses[-1], rel=0.1)
     for name, tensor in reference.weights():
         assert (twelve[name].float() - tensor).abs().max() < 0.005 * max(1.0, tensor.abs().max().item()), name

@@ -17,7 +17,7 @@ from relax_gym_trainers.megatron_learner.families.base import head_size, rotary
 from relax_gym_trainers.megatron_learner.modules.adapters import AdaptedColumn, AdaptedRow
 from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
 from relax_gym_trainers.megatron_learner.modules.experts import submodules_of, use_grouped
-from relax_gym_trainers.megatron_learner.modules.mlp import lean
+from relax_gym_trainers.megatron_learner.modules.mlp import use_gated
 from relax_gym_trainers.megatron_learner.modules.norms import RMSNorm
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rope import RotaryAttention, keep_angles
@@ -265,10 +265,9 @@ def block_spec(
     if not config.num_moe_experts:
         feed_forward = submodules_of(layer.mlp)
         feed_forward.linear_fc1, feed_forward.linear_fc2 = AdaptedColumn, AdaptedRow
+        layer.mlp = use_gated(layer.mlp)
     elif grouped:
         use_grouped(layer.mlp)
-    if config.recompute_granularity == "selective" and not config.num_moe_experts:
-        layer.mlp = lean(layer.mlp)
     spec = ModuleSpec(module=TransformerLayer, submodules=layer)
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
