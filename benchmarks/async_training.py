@@ -117,7 +117,9 @@ def run_config(mode: str, model: Path, folder: Path, args: argparse.Namespace) -
 def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Servers and where they run. One of several GPUs that all share sees the others, to read the learner's memory."""
     episodes = args.groups * args.group_size * (staleness(mode) + 1)
-    ours = {"max_running_requests": episodes, **({"mem_fraction_static": 0.5} if GPU else {"max_total_tokens": 65536})}
+    graphs = sorted({1, 2, 4, 8, 16, 32, *range(64, episodes, 64), episodes})  # SGLang's own end at 128 or so
+    fitting = {"mem_fraction_static": 0.5, "cuda_graph_bs": graphs} if GPU else {"max_total_tokens": 65536}
+    ours = {"max_running_requests": episodes, **fitting}
     arguments, environment = server_setup(args, **ours)
     section = {"python": args.python, "server_args": arguments, "env": environment, "on_update": args.on_update}
     section["colocate"] = mode == COLOCATED
@@ -280,7 +282,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--seed", type=int, default=0)
     for name, large, small in (("groups", 16, 8), ("group-size", 8, 4), ("turns", 3, 2), ("prompt", 256, 32)):
         made.add_argument(f"--{name}", type=int, default=large if GPU else small)
-    for name, large, small in (("median", 128, 32), ("most", 2048, 384), ("micro-batch-tokens", 16384, 4096)):
+    for name, large, small in (("median", 128, 32), ("most", 1024, 384), ("micro-batch-tokens", 16384, 4096)):
         made.add_argument(f"--{name}", type=int, default=large if GPU else small, help="tokens")
     made.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of an answer's tokens")
     made.add_argument("--lr", type=float, default=1e-6 if GPU else 3e-3)

@@ -158,7 +158,10 @@ def both(layout: Layout, options: dict[str, Any]) -> list[list[dict[str, Tensor]
 def test_they_are_the_sequential_ones_through_a_whole_step(layout: Layout, options: dict[str, Any]) -> None:
     for plain, distributed in on_quiet_ranks(layout, both, options):
         for sequential, stacked in (plain, distributed):
-            torch.testing.assert_close(stacked, sequential, rtol=1e-6, atol=1e-6)
+            assert stacked.keys() == sequential.keys()
+            for name, expected in sequential.items():  # sums of floats end where the processor's order of adding leads
+                bound = 1e-6 * max(1.0, expected.abs().max().item())
+                torch.testing.assert_close(stacked[name], expected, rtol=1e-6, atol=bound, msg=name)
         assert len(plain[0]) == 3 + 2 * (1 + 2 * EXPERTS // layout.ep)
 
 
