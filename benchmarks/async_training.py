@@ -118,7 +118,7 @@ def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """Servers and where they run. One of several GPUs that all share sees the others, to read the learner's memory."""
     episodes = args.groups * args.group_size * (staleness(mode) + 1)
     graphs = sorted({1, 2, 4, 8, 16, 32, *range(64, episodes, 64), episodes})  # SGLang's own end at 128 or so
-    fitting = {"mem_fraction_static": 0.5, "cuda_graph_bs": graphs} if GPU else {"max_total_tokens": 65536}
+    fitting = {"mem_fraction_static": 0.5, "cuda_graph_bs_decode": graphs} if GPU else {"max_total_tokens": 65536}
     ours = {"max_running_requests": episodes, **fitting}
     arguments, environment = server_setup(args, **ours)
     section = {"python": args.python, "server_args": arguments, "env": environment, "on_update": args.on_update}
