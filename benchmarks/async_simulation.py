@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from machine import describe
+from timelines import draw, learner_spans
 
 import relax_gym
 from relax_gym.build import Parts, build_rewards
@@ -27,7 +27,6 @@ from relax_gym.context import RunContext
 from relax_gym.run_folder import RunFolder, read_lines
 from relax_gym.tasks import TaskSource
 from relax_gym.testing import SimulatedEngine, SimulatedLearner, SimulatedLoop, heavy_tailed, tiny_tokenizer
-from relax_gym.timeline import LEARNER, Event, read_timeline
 from relax_gym.train import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +34,6 @@ STEPS, SKIPPED, GROUPS, GROUP_SIZE = 24, 4, 8, 4
 MEDIAN, SIGMA, MOST, TOKENS_PER_SECOND = 20.0, 1.0, 240, 20.0
 CONCURRENCY = 16
 PUBLISH_SECONDS = 0.1
-COLOURS = {"train": "C0", "publish": "C3", "sample": "C2"}
 
 
 class Answer(relax_gym.Env):
@@ -104,13 +102,13 @@ def simulate(mode: Mode, folder: Path, *, seed: int, learner_seconds: float, ste
 def summary(folder: Path) -> dict[str, float]:
     """Means over the steps after the first ones, and the bound: no step is shorter than the work of either side."""
     lines = read_lines(folder / "metrics.jsonl")[SKIPPED:]
-    steps = [event for event in learner_spans(folder, "step") if event["args"]["number"] > SKIPPED]
+    steps = [event for event in learner_spans(folder / "timeline.json", "step") if event["args"]["number"] > SKIPPED]
     seconds = sum(event["dur"] for event in steps) / 1e6 / len(steps)
     begin, end = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
     work = sum(
         event["dur"]
         for name in ("train", "publish")
-        for event in learner_spans(folder, name)
+        for event in learner_spans(folder / "timeline.json", name)
         if begin <= event["ts"] < end
     )
     learner = work / 1e6 / len(steps)
@@ -125,40 +123,6 @@ def summary(folder: Path) -> dict[str, float]:
         "staleness_mean": sum(line["staleness/mean"] for line in lines) / len(lines),
         "staleness_max": max(line["staleness/max"] for line in lines),
     }
-
-
-def learner_spans(folder: Path, name: str) -> list[Event]:
-    events = read_timeline(folder / "timeline.json")
-    return [event for event in events if event["pid"] == LEARNER and event["ph"] == "X" and event["name"] == name]
-
-
-def draw(folders: dict[str, Path], picture: Path, first: int = 6, shown: int = 3) -> None:
-    """The same number of seconds of each run: learner above, one thin line for each row of episodes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(folders), 1, sharex=True)
-    longest = learner_spans(next(iter(folders.values())), "step")
-    width = (longest[first + shown]["ts"] - longest[first]["ts"]) / 1e6
-    for axis, (title, folder) in zip(axes, folders.items(), strict=True):
-        origin = learner_spans(folder, "step")[first]["ts"]
-        bars: defaultdict[tuple[float, float, str], list[tuple[float, float]]] = defaultdict(list)
-        for event in read_timeline(folder / "timeline.json"):
-            start, seconds = (event.get("ts", 0) - origin) / 1e6, event.get("dur", 0) / 1e6
-            if event["name"] in COLOURS and start < width and start + seconds > 0:
-                low, height = (1.0, 4.0) if event["pid"] == LEARNER else (-float(event["tid"]), 0.8)
-                bars[low, height, COLOURS[event["name"]]].append((start, seconds))
-        for (low, height, colour), spans in bars.items():
-            axis.broken_barh(spans, (low, height), color=colour)
-        lowest = min(low for low, _, _ in bars)
-        axis.set_xlim(0, width)
-        axis.set_ylim(lowest - 1, 6)
-        axis.set_title(title, fontsize=10)
-        axis.set_yticks([3, lowest / 2], ["learner", "episodes"])
-    axes[-1].set_xlabel("seconds   (blue: train, red: publish, green: sample)")
-    figure.savefig(picture, dpi=110)
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -194,8 +158,9 @@ def main() -> None:
             result = {**describe(), "seed": arguments.seed, "simulated_learner_seconds": arguments.learner_seconds}
             result |= {"concurrency": CONCURRENCY, "steps": STEPS, "runs": runs}
             (ROOT / "benchmarks/results/async_simulation_cpu.json").write_text(json.dumps(result, indent=2) + "\n")
-            shown = {f"max_staleness = {mode.max_staleness}": folders[mode] for mode in (Mode(0), Mode(2))}
-            draw(shown, ROOT / "docs/async_timeline.png")
+            shown = (Mode(0), Mode(2))
+            files = {f"max_staleness = {mode.max_staleness}": folders[mode] / "timeline.json" for mode in shown}
+            draw(files, ROOT / "docs/async_timeline.png", first=6, steps=3)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import rambling
 import torch
 from sglang_kit import RESULTS, finish, machine, parser, server_setup
 from shapes import GPU, SHAPES, build_model
+from timelines import draw, learner_spans
 
 from relax_gym.config import parse_config
 from relax_gym.errors import Stopped
@@ -290,7 +291,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--order", default="slot", choices=["slot", "ready"])
     made.add_argument("--on-update", default="retract", choices=["abort", "retract", "keep"])
     made.add_argument("--set", action="append", default=[], metavar="[MODE:]KEY=VALUE", help="of the config; over ours")
-    made.add_argument("--timelines", type=Path, metavar="FOLDER", help="keep each mode's timeline.json there")
+    made.add_argument("--timelines", type=Path, metavar="FOLDER", help="keep and draw the timelines there")
     made.add_argument("--child", type=Path, metavar="CONFIG", help="only this run")
     args = made.parse_args()
     if args.device != ("cuda" if GPU else "cpu"):
@@ -352,6 +353,11 @@ def main() -> None:
             compare(rows)
             finish({**head, "rows": rows}, name, args)
     show(rows)
+    if args.timelines:
+        files = {mode: args.timelines / f"{mode}.json" for mode in args.modes}
+        whole = {mode: file for mode, file in files.items() if file.exists() and len(learner_spans(file, "step")) > 3}
+        if whole:
+            draw(whole, args.timelines / "timelines.png", first=1, steps=2)
 
 
 if __name__ == "__main__":
