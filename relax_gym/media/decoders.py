@@ -163,8 +163,8 @@ class PyAvDecoder(Decoder):
 class DecordDecoder(Decoder):
     """decord, which the distribution decord2 keeps alive.
 
-    Only for MP4, MOV, Matroska and WebM: in MPEG-TS it takes wrong frames, in AVI it has no times. Nor does it
-    turn videos rightly. It tells the size only of a frame that it has decoded.
+    Only for MP4, MOV, Matroska and WebM: in MPEG-TS it takes wrong frames, in AVI it has no times. It tells the size
+    only of a frame that it has decoded.
     """
 
     def __init__(self, source: Path | bytes) -> None:
@@ -181,11 +181,9 @@ class DecordDecoder(Decoder):
         self._open: Callable[..., Any] = decord.VideoReader
         self._reader = self._read()
         try:
-            height, width, channels = self._reader[0].shape
+            height, width, _ = self._reader[0].shape
         except (self._error, IndexError, RuntimeError) as error:
             raise MediaError(f"cannot be read as a video: {str(error).splitlines()[0]}") from error
-        if channels != 3:
-            raise MediaError("is to be shown turned, which decord does wrongly; pip install av")
         self.size = width, height
 
     def _read(self, **size: int) -> Any:
@@ -206,9 +204,16 @@ class DecordDecoder(Decoder):
             self._reader = self._read(width=size[0], height=size[1])
         for index in indices:
             try:
-                yield self._reader[int(index)].asnumpy()
+                yield _without_padding(self._reader[int(index)].asnumpy())
             except (self._error, RuntimeError) as error:
                 raise MediaError(f"frame {index} cannot be decoded: {str(error).splitlines()[0]}") from error
+
+
+def _without_padding(frame: Frame) -> Frame:
+    """[height, width, 3] of what decord gives. Where FFmpeg ends rows with padding, which depends on the processor and
+    on the width, it takes that for more channels."""
+    height, width, _ = frame.shape
+    return frame.reshape(height, -1)[:, : 3 * width].reshape(height, width, 3)
 
 
 class TorchCodecDecoder(Decoder):
