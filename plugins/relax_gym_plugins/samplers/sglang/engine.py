@@ -130,9 +130,12 @@ class Engine:
     async def pause(self, mode: str) -> None:
         """Stop generating: "abort" returns requests in flight with what they have, "retract" queues them again (servers
         that cannot do so abort), "keep" leaves them where they are."""
-        if mode == "retract" and not self.features.retract:
-            mode = "abort"
+        mode = "abort" if self.aborts(mode) else mode
         await self.post("/pause_generation", {"mode": "in_place" if mode == "keep" else mode})
+
+    def aborts(self, mode: str) -> bool:
+        """Whether `pause` ends the requests in flight."""
+        return mode == "abort" or (mode == "retract" and not self.features.retract)
 
     async def resume(self) -> None:
         """Go on after `pause`."""
@@ -141,6 +144,10 @@ class Engine:
     async def abort(self, rid: str) -> None:
         """End one request; it returns what it has. Servers abort all whose id begins with `rid`."""
         await self.post("/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        """End the requests that run or wait, as `abort`; it goes on with those that come later."""
+        await self.post("/abort_request", {"rid": "", "abort_all": True})
 
     async def empty(self) -> None:
         """End all requests, even those that wait in a paused server; it is paused afterwards. What they return may be

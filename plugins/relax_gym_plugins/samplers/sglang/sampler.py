@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict, deque
@@ -34,6 +35,8 @@ log = logging.getLogger("relax_gym")
 
 STRIKES = 3
 """Failures in a row that take a server out."""
+PAUSE_TRIES, PAUSE_SECONDS = 10, 0.1
+"""How often requests are told to end before a server is left to see to it, and for how long each time."""
 
 
 class SGLangSampler(Sampler):
@@ -177,7 +180,7 @@ class SGLangSampler(Sampler):
             self.open.clear()
             try:
                 await self._each(members, lambda engine: engine.restore("weights"))
-                await self._each(members, lambda engine: engine.pause(self.options.on_update))
+                await self._pause(members)
                 await self._send(members, weights, version)
                 await self._each(members, lambda engine: engine.restore("kv_cache"))
             finally:
@@ -187,6 +190,19 @@ class SGLangSampler(Sampler):
                     self.open.set()
         await self.fleet.available()
         self._counts["update_seconds"] += time.perf_counter() - start
+
+    async def _pause(self, members: Sequence[Member]) -> None:
+        """Servers that end requests when they pause look once a second whether all have. Here they have before."""
+        how = self.options.on_update
+        waiting = [member for member in members if member.engine.aborts(how)]
+        for _ in range(PAUSE_TRIES):
+            waiting = [member for member in waiting if member.in_flight]
+            if not waiting:
+                break
+            await self._each(waiting, Engine.abort_all)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*(member.idle.wait() for member in waiting)), PAUSE_SECONDS)
+        await self._each(members, lambda engine: engine.pause(how))
 
     async def rest(self) -> None:
         """See `Sampler.rest`: with `colocate`, free the servers' weights, keys and values."""
