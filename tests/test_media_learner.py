@@ -23,8 +23,8 @@ from relax_gym.errors import TrainingError
 from relax_gym.models import load_language_model
 from relax_gym.types import Batch, StopReason, TrainingSample
 from relax_gym_trainers.torch_learner.learner import TorchLearner
-from relax_gym_trainers.torch_learner.model import encoder_parameters, export_model
-from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
+from relax_gym_trainers.torch_learner.model import add_adapters, encoder_parameters, export_model
+from relax_gym_trainers.torch_learner.options import LoraOptions, TorchLearnerOptions
 from relax_gym_trainers.torch_learner.packing import build_rows, pack
 from relax_gym_trainers.torch_learner.policy import Policy
 
@@ -202,6 +202,15 @@ def test_a_step_trains_encoders_unless_they_are_frozen(options: dict[str, Any], 
     for batch in pack(sampled("qwen3_vl"), budget=10_000, share_prefix=True):
         with torch.no_grad():
             torch.testing.assert_close(scorer.score(batch), trainer.policy.score(batch), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_linears_but_the_head_have_adapters(name: str) -> None:
+    model = families.fresh_model(name)
+    linears = {key for key, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    add_adapters(model, LoraOptions(rank=2), seed=0)
+    adapted = {key.partition(".lora_A")[0] for key, _ in model.named_parameters() if ".lora_A." in key}
+    assert adapted and linears - adapted == {"lm_head"}
 
 
 # What is refused --------------------------------------------------------------------------------------------------

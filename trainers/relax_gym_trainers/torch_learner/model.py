@@ -115,7 +115,7 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> Non
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
-        target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+        target_modules=_all_linears(model) if options.targets == "all-linear" else list(options.targets),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():
@@ -126,6 +126,15 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> Non
             raise ConfigError(f"learner.lora.targets = {options.targets!r}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _all_linears(model: PreTrainedModel) -> str | list[str]:
+    """peft's own "all-linear", which takes in experts, too; but where linears are in a `Sequential`, peft takes their
+    numbers for those of layers, and they are named one by one."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    named = [name for name in names if model.get_submodule(name) is not head]
+    return named if any(name.rpartition(".")[2].isdigit() for name in named) else "all-linear"
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
