@@ -54,7 +54,7 @@ OF_STEPS = {
     "logprob_diff": "learner/logprob_diff_mean",
     "logprob_diff_max": "learner/logprob_diff_max",
 }
-"""What is kept of each step: enough to see why a run lost what it had learned."""
+"""What is kept of each step: enough to see why a run lost what it had learned; None where all rewards were equal."""
 MEANS = ("lag", "clip_fraction", "logprob_diff")
 """Those whose means over the steps say how far the policy is from what sampled."""
 
@@ -90,12 +90,21 @@ def learn(
         "seed": seed,
         "held_out": {line["step"]: round(line["eval/reward"], 4) for line in lines if "eval/reward" in line},
         "wall_seconds": round(time.perf_counter() - started, 1),
-        "steps": {name: [round(line[key], 4) for line in taken] for name, key in OF_STEPS.items()},
+        "steps": {name: [rounded(line.get(key)) for line in taken] for name, key in OF_STEPS.items()},
     }
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def kind_of(run: dict[str, Any]) -> tuple[int, float | None]:
     return run["max_staleness"], run["dual_clip"]
+
+
+def numbers(runs: Sequence[dict[str, Any]], name: str) -> list[float]:
+    """One of `OF_STEPS` in all steps of some runs."""
+    return [value for run in runs for value in run["steps"][name] if value is not None]
 
 
 def largest_fall(rewards: Sequence[float], before: int = 5) -> float:
@@ -119,8 +128,8 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "before": round(statistics.fmean(before), 4),
                 "after": round(statistics.fmean(after), 4),
                 "spread": round(statistics.stdev(after), 4) if len(after) > 1 else 0.0,
-                **{name: round(statistics.fmean(n for run in own for n in run["steps"][name]), 4) for name in MEANS},
-                "grad_norm_max": max(max(run["steps"]["grad_norm"]) for run in own),
+                **{name: round(statistics.fmean(numbers(own, name)), 4) for name in MEANS},
+                "grad_norm_max": max(numbers(own, "grad_norm")),
                 "largest_fall": round(max(largest_fall(run["steps"]["reward"]) for run in own), 3),
             }
         )
@@ -136,7 +145,8 @@ def kept(path: Path | None, further: Sequence[str]) -> list[dict[str, Any]]:
 
 def written(result: Mapping[str, Any]) -> str:
     """As JSON, a series of numbers in one line."""
-    return re.sub(r"\[[\s\d.,e+-]+\]", lambda found: " ".join(found[0].split()), json.dumps(result, indent=2)) + "\n"
+    text = json.dumps(result, indent=2)
+    return re.sub(r"\[(?:null|[\s\d.,e+-])+\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def main() -> None:
