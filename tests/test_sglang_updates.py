@@ -205,6 +205,23 @@ def test_requests_that_an_update_ends_have_ended_before_the_server_is_paused(tmp
     assert server.running_when_told[:2] == [("abort_request", 3), ("pause_generation", 0)]
 
 
+def test_a_server_that_fails_to_end_requests_is_told_so_once(tmp_path: Path) -> None:
+    server = Recording()
+
+    async def use(sampler: SGLangSampler) -> Any:
+        server.hold = 1
+        task = asyncio.ensure_future(ask(sampler))
+        await server.until(running=1, tokens=1)
+        server.told.clear()
+        server.control_faults["abort_request"] = [500]
+        await sampler.update_weights(WEIGHTS, 1)
+        await server.go()
+        return await task
+
+    assert using([server], use, tmp_path, on_update="abort").versions == (1, 1, 1)
+    assert [name for name, _ in server.told].count("abort_request") == 1
+
+
 class Deaf(Recording):
     async def _control(self, http: web.Request) -> web.Response:
         if http.match_info["control"] == "abort_request":

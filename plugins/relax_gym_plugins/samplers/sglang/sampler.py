@@ -196,7 +196,7 @@ class SGLangSampler(Sampler):
         how = self.options.on_update
         waiting = [member for member in members if member.engine.aborts(how)]
         for _ in range(PAUSE_TRIES):
-            waiting = [member for member in waiting if member.in_flight]
+            waiting = [member for member in waiting if member.in_flight and member.state is State.SERVING]
             if not waiting:
                 break
             await self._each(waiting, Engine.abort_all)
