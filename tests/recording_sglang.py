@@ -55,3 +55,12 @@ class Recording(FakeSGLang):
 
 async def ask(sampler: SGLangSampler, length: int = 3, **params: Any) -> Any:
     return await sampler.open_session().generate(PROMPT, SamplingParams(max_new_tokens=length, **params))
+
+
+async def held(server: FakeSGLang, sampler: SGLangSampler, length: int = 3, tokens: int = 1) -> asyncio.Task[Any]:
+    """A request of `length` tokens, which waits in the server with the first `tokens` of them until it may `go`."""
+    server.hold = tokens
+    running = len(server.running)
+    task = asyncio.ensure_future(ask(sampler, length))
+    await server.until(running=running + 1, tokens=tokens)
+    return task

@@ -230,7 +230,8 @@ def test_k16_k18_k20_values_at_masked_positions_reach_nothing(expected: Expected
 
 # bfloat16 -------------------------------------------------------------------------------------------------------------
 
-SMALL_STEPS = Case(options={"dtype": "bfloat16", "eps": 1e-8, "micro_batch_tokens": 4096}, steps=[])
+# With a smaller eps the rounding of gradients near 0 decides on whole steps, and losses differ by processor.
+SMALL_STEPS = Case(options={"dtype": "bfloat16", "eps": 1e-4, "micro_batch_tokens": 4096}, steps=[])
 NORM = "model.norm.weight"
 
 
@@ -265,8 +266,7 @@ def test_bfloat16_loses_no_small_update(folders: Folders) -> None:
     options = {**SMALL_STEPS.options, "dtype": "float32"}
     reference = learner(SMALL_STEPS.context(folders["dense"]), **options)
     losses = [reference.imitate(random_batch(), lr=5e-4)["loss"] for _ in range(12)]
-    assert found["losses"] == pytest.approx(losses, rel=0.015)  # each has its own rounding, which their mean has not
-    assert np.mean(found["losses"]) == pytest.approx(np.mean(losses), rel=0.006)
+    assert found["losses"] == pytest.approx(losses, rel=0.01)
     assert found["losses"][0] - found["losses"][-1] == pytest.approx(losses[0] - losses[-1], rel=0.1)
     for name, tensor in reference.weights():
         assert (twelve[name].float() - tensor).abs().max() < 0.005 * max(1.0, tensor.abs().max().item()), name

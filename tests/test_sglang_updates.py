@@ -12,7 +12,7 @@ import pytest
 import torch
 from aiohttp import web
 from fake_sglang import FakeSGLang
-from recording_sglang import Recording, ask
+from recording_sglang import Recording, ask, held
 from test_sglang_sampler import PROMPT, WEIGHTS, expected, using
 
 from relax_gym.errors import ConfigError, SamplerError
@@ -32,9 +32,7 @@ def test_k39_caches_are_flushed_unless_requests_stay_in_them(tmp_path: Path) -> 
     server = Recording()
 
     async def use(sampler: SGLangSampler) -> None:
-        server.hold = 1
-        task = asyncio.ensure_future(ask(sampler))
-        await server.until(running=1, tokens=1)
+        task = await held(server, sampler)
         await sampler.update_weights(WEIGHTS, 1)
         await server.go()
         await task
@@ -53,9 +51,7 @@ def test_k106_a_server_that_leaves_during_an_update_is_not_left_paused(tmp_path:
     assert isinstance(first, Recording)
 
     async def use(sampler: SGLangSampler) -> Any:
-        first.hold = 1
-        task = asyncio.ensure_future(ask(sampler))
-        await first.until(running=1, tokens=1)
+        task = await held(first, sampler)
         first.held_back = "pause_generation"
         update = asyncio.ensure_future(sampler.update_weights(WEIGHTS, 1))
         await first.reached.wait()
@@ -77,9 +73,7 @@ def test_k107_a_server_that_failed_an_update_is_empty_before_it_gets_the_weights
     server = Recording()
 
     async def use(sampler: SGLangSampler) -> Any:
-        server.hold = 2
-        task = asyncio.ensure_future(ask(sampler, 4))
-        await server.until(running=1, tokens=2)
+        task = await held(server, sampler, length=4, tokens=2)
         server.told.clear()
         server.control_faults["update_weights_from_disk"] = [400]
         update = asyncio.ensure_future(sampler.update_weights(WEIGHTS, 1))
@@ -138,9 +132,8 @@ def test_memory_is_freed_only_when_cancelled_requests_have_ended(tmp_path: Path)
     server = Recording()
 
     async def use(sampler: SGLangSampler) -> list[State]:
-        server.hold, server.slow_abort = 1, True
-        task = asyncio.ensure_future(ask(sampler))
-        await server.until(running=1, tokens=1)
+        server.slow_abort = True
+        task = await held(server, sampler)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await sampler.rest()
@@ -192,9 +185,7 @@ def test_requests_that_an_update_ends_have_ended_before_the_server_is_paused(tmp
     server = Recording()
 
     async def use(sampler: SGLangSampler) -> Any:
-        server.hold = 2
-        tasks = [asyncio.ensure_future(ask(sampler, 4)) for _ in range(3)]
-        await server.until(running=3, tokens=2)
+        tasks = [await held(server, sampler, length=4, tokens=2) for _ in range(3)]
         server.running_when_told.clear()
         await sampler.update_weights(WEIGHTS, 1)
         await server.go()
@@ -209,9 +200,7 @@ def test_a_server_that_fails_to_end_requests_is_told_so_once(tmp_path: Path) -> 
     server = Recording()
 
     async def use(sampler: SGLangSampler) -> Any:
-        server.hold = 1
-        task = asyncio.ensure_future(ask(sampler))
-        await server.until(running=1, tokens=1)
+        task = await held(server, sampler)
         server.told.clear()
         server.control_faults["abort_request"] = [500]
         await sampler.update_weights(WEIGHTS, 1)
@@ -233,9 +222,7 @@ def test_a_server_that_ends_no_request_when_told_is_paused_all_the_same(tmp_path
     server = Deaf()
 
     async def use(sampler: SGLangSampler) -> Any:
-        server.hold = 1
-        task = asyncio.ensure_future(ask(sampler))
-        await server.until(running=1, tokens=1)
+        task = await held(server, sampler)
         await sampler.update_weights(WEIGHTS, 1)
         await server.go()
         return await task

@@ -132,9 +132,9 @@ def _all_linears(model: PreTrainedModel) -> str | list[str]:
     """peft's own "all-linear", which takes in experts, too; but where linears are in a `Sequential`, peft takes their
     numbers for those of layers, and they are named one by one."""
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    named = [name for name in names if model.get_submodule(name) is not head]
-    return named if any(name.rpartition(".")[2].isdigit() for name in named) else "all-linear"
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    names = [name for name, module in linears if module is not head]
+    return names if any(name.rpartition(".")[2].isdigit() for name in names) else "all-linear"
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
