@@ -173,8 +173,8 @@ def run_apart(config: dict[str, Any], folder: Path, seconds: float) -> str | Non
             child.send_signal(signal.SIGTERM)
             try:
                 code = child.wait(CLOSING_SECONDS)
-                if code == -signal.SIGTERM:
-                    return f"had not begun after {seconds:.0f} s; raise --limit, or give fewer --modes"
+                if code == -signal.SIGTERM:  # nothing of `train` was there to take it
+                    return f"was stopped after {seconds:.0f} s, before it began or as it ended; raise --limit"
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
@@ -317,11 +317,17 @@ def measure(mode: str, model: Path, folder: Path, args: argparse.Namespace, seco
     row: dict[str, Any] = {"mode": mode, "error": error or "made no step that counts"}
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and (lines := measured(read_lines(metrics), mode, args)):
-        row = {**summary(mode, lines), **({"error": error} if error else {})}
+        row = {**summary(mode, lines), **({"error": error} if error and len(lines) < args.steps else {})}
     if args.timelines and (folder / "timeline.json").exists():
         args.timelines.mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "timeline.json", args.timelines / f"{mode}.json")
     return {**row, "wall_seconds": time.monotonic() - begin}
+
+
+def result_name(args: argparse.Namespace) -> str:
+    """Of the result file, without the kind of machine."""
+    model = args.model if args.model in SHAPES else Path(args.model).name
+    return f"async_training_{model}{'_shared' if GPU and shared(args) else ''}"
 
 
 def measured_before(name: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -338,7 +344,7 @@ def main() -> None:
         run(args.child)
         return
     end = time.monotonic() + args.limit
-    name = f"async_training_{args.model if args.model in SHAPES else Path(args.model).name}"
+    name = result_name(args)
     settings = {key: getattr(args, key) for key in SETTINGS}
     rows = [row for row in measured_before(name, settings) if row["mode"] not in args.modes] if args.write else []
     head = {**machine(args, sampler_section(args.modes[0], args)["server_args"]), "settings": settings}

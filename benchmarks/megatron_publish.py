@@ -18,43 +18,27 @@ from pathlib import Path
 
 import torch
 from machine import describe, installed
+from megatron_step import Case, make_learner
+from shapes import GPU, build_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
 
-from relax_gym.config import RunConfig
-from relax_gym.context import RunContext
 from relax_gym.sampler import Weights
-from relax_gym.testing import tiny_tokenizer
 from relax_gym_trainers.megatron_learner import learner as front
-from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 
-GPU = torch.cuda.is_available()
-SHAPE = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36} if GPU else {}
-SMALL = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-HEADS = {
-    "num_attention_heads": 32 if GPU else 12,
-    "num_key_value_heads": 8 if GPU else 4,
-    "head_dim": 128 if GPU else 64,
-}
+SIZE = "4b" if GPU else "0.2b"
 BUCKET_BYTES = 1 << 28 if GPU else 1 << 25
+LIMIT = 600.0
 RESULTS = Path(__file__).parent / "results" / f"megatron_publish_{'gpu' if GPU else 'cpu'}.json"
 
 
 def build(folder: Path) -> front.MegatronLearner:
-    """Random weights of the shape of Qwen3-4B, or of a small model on a CPU."""
-    config = Qwen3Config(**{**(SHAPE or SMALL), **HEADS, "vocab_size": 151_936 if GPU else 32_000})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if GPU else torch.float32)
-    model.save_pretrained(folder)
-    run = RunConfig.model_validate(
-        {
-            "model": {"name": str(folder)},
-            "env": [{"id": "bench/None-v0"}],
-            "algorithm": {"name": "grpo"},
-            "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
-        }
-    )
-    context = RunContext(config=run, run_dir=folder, model_path=folder, tokenizer=tiny_tokenizer())
-    return front.MegatronLearner(context, MegatronLearnerOptions(tp=2, dtype="bfloat16" if GPU else "float32"))
+    """Two ranks, and random weights on them."""
+    dtype = "bfloat16" if GPU else "float32"
+    model = build_model(SIZE, folder / "model", getattr(torch, dtype))
+    layout, unused = {"tp": 2}, {"rows": 2, "prompt": 1, "completion": 1, "at_once": 1024}
+    case = Case(learner="megatron", size=SIZE, dtype=dtype, layout=layout, **unused)
+    learner: front.MegatronLearner = make_learner(case, model, folder, limit=LIMIT)
+    return learner
 
 
 def one_by_one(learner: front.MegatronLearner) -> Iterator[tuple[str, Tensor]]:
@@ -111,7 +95,7 @@ def main() -> None:
     for name, value in result.items():
         print(f"{name:28} {value:.3f}")
     if options.write:
-        head = {**describe(), "megatron-core": installed("megatron-core")}
+        head = {**describe(), "megatron-core": installed("megatron-core"), "size": SIZE}
         RESULTS.write_text(json.dumps({**head, "result": result}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -46,13 +47,15 @@ PEAK = 989e12
 KINDS = ("steps", "torch", "trl", "layouts")
 RESULTS = Path(__file__).parent / "results"
 MARK = "RESULT "
-SPARE_SECONDS = 30.0
-"""Between a call's time limit, after which the learner ends its ranks itself, and that of the case's process."""
+SPARE_SECONDS = 60.0
+"""Between the time limit of a call, after which the learner ends its ranks itself, and that of the process, which
+starts them before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one process measures. `at_once` is in tokens, for TRL in rows; `layout` as for the learner's options."""
+    """What one process measures. `at_once` is in tokens, for TRL in rows; `layout` as for the learner's options, and
+    `logprob_chunk` too, where it is not 0."""
 
     learner: str
     size: str
@@ -60,6 +63,7 @@ class Case:
     prompt: int
     completion: int
     at_once: int
+    logprob_chunk: int = 0
     recompute: str = "none"
     dtype: str = "bfloat16"
     layout: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -117,6 +121,8 @@ def make_learner(case: Case, model: Path, folder: Path, limit: float) -> Any:
     config = RunConfig.model_validate({**told, "train": train})
     context = RunContext(config=config, run_dir=folder, model_path=model, tokenizer=load_tokenizer(model))
     common: dict[str, Any] = {"dtype": case.dtype, "micro_batch_tokens": case.at_once}
+    if case.logprob_chunk:
+        common["logprob_chunk"] = case.logprob_chunk
     if case.learner == "torch":
         from relax_gym_trainers.torch_learner.learner import TorchLearner
         from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
@@ -169,8 +175,9 @@ def cases(args: argparse.Namespace) -> list[Case]:
     short = {**batch, "rows": args.trl_rows, "prompt": args.trl_prompt, "completion": args.trl_completion}
     found = []
     if "steps" in args.cases:
-        ways = [(way, n) for way in args.recompute for n in args.micro_batch_tokens]
-        found += [Case(learner="megatron", at_once=n, recompute=way, **batch) for way, n in ways]
+        ways = itertools.product(args.recompute, args.micro_batch_tokens, args.logprob_chunk)
+        for way, n, chunk in ways:
+            found.append(Case(learner="megatron", at_once=n, recompute=way, logprob_chunk=chunk, **batch))
     if "torch" in args.cases:
         found += [Case(learner="torch", at_once=n, **batch) for n in args.micro_batch_tokens]
     if "trl" in args.cases:
@@ -248,6 +255,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--cases", nargs="+", default=KINDS, choices=KINDS)
     made.add_argument("--micro-batch-tokens", nargs="+", type=int, default=[64, 128] if tiny else [8192, 16384, 32768])
     made.add_argument("--recompute", nargs="+", default=["none", "full"], choices=["none", "selective", "full"])
+    made.add_argument("--logprob-chunk", nargs="+", type=int, default=[0], help="of `steps`; 0: the learner's own")
     made.add_argument("--layouts", nargs="*", default=[], metavar="dp=2")
     for name, small, large in (("rows", 8, 64), ("prompt", 8, 256), ("completion", 24, 768)):
         made.add_argument(f"--{name}", type=int, default=small if tiny else large)
@@ -274,7 +282,8 @@ def main() -> None:
         return
     versions = {name: installed(name) for name in ("megatron-core", "trl", "accelerate")}
     result: dict[str, Any] = {**describe(), **versions, "dtype": args.dtype, "size": args.size, "rows": []}
-    ours = RESULTS / f"megatron_step_{args.size}_{'gpu' if GPU else 'cpu'}.json"
+    kind = f"_{args.cases[0]}" if len(args.cases) == 1 and args.cases != ["steps"] else ""
+    ours = RESULTS / f"megatron_step_{args.size}{kind}_{'gpu' if GPU else 'cpu'}.json"
     targets = [target for target in (ours if args.write else None, args.out) if target]
     with tempfile.TemporaryDirectory() as name:
         model = build_model(args.size, Path(name), getattr(torch, args.dtype))

@@ -25,7 +25,7 @@ def draw(files: Mapping[str, Path], picture: Path, *, first: int, steps: int) ->
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(files), 1, sharex=True)
+    axes = figure.subplots(len(files), 1, sharex=True, squeeze=False)[:, 0]
     longest = learner_spans(next(iter(files.values())), "step")[first:][: steps + 1]
     width = (longest[-1]["ts"] - longest[0]["ts"]) / 1e6
     for axis, (title, file) in zip(axes, files.items(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ def test_one_process_computes_what_transformers_does(reference: Any, name: str) 
 )
 def test_two_processes_compute_what_transformers_does(reference: Any, name: str, layout: Layout) -> None:
     compare(reference(name), layout)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def said_while_built(layout: Layout) -> list[str]:
+    kept = Kept()
+    logging.getLogger().addHandler(kept)
+    model.build(megatron_models.CONFIGS["qwen3_tied"](), layout, torch.float32)
+    return kept.said
+
+
+def test_a_model_is_built_without_a_word() -> None:
+    """megatron-core warns of its own defaults and of modules that it does not know."""
+    assert on_ranks(Layout(), said_while_built) == [[]]
 
 
 @pytest.mark.slow

@@ -198,6 +198,12 @@ NOISE: list[tuple[str, type[Warning]]] = [
 ]
 """What Megatron makes torch and itself warn of, whatever its caller does."""
 
+NOISY = (
+    "megatron.core.models.gpt.gpt_model",  # GPTModel "is deprecated"
+    "megatron.core.transformer.transformer_layer",  # up to 0.16 a subclass of its MLP is an "unknown MLP type"
+)
+"""Modules that log warnings of their own."""
+
 _prepared = threading.local()
 
 
@@ -209,7 +215,8 @@ def prepare() -> None:
     """
     for message, category in NOISE:
         warnings.filterwarnings("ignore", message, category)
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel "is deprecated"
+    for module in NOISY:
+        logging.getLogger(module).setLevel(logging.ERROR)
     if torch.cuda.is_available() or getattr(_prepared, "mode", None) is not None:
         return
     stand_ins: dict[str, object] = {
