@@ -47,7 +47,7 @@ EXPERTS: list[dict[str, int]] = (
     if GPU
     else [{"experts": n, "rows": 2048, "hidden": 256, "width": 128} for n in (8, 64)]
 )
-ROWS = {"even": [4096] * 2, "uneven": [4096, *[256] * 16]} if GPU else {"even": [256] * 2, "uneven": [256, *[32] * 8]}
+ROWS = {"even": [4096] * 2, "uneven": [2048, *[128] * 16]} if GPU else {"even": [256] * 2, "uneven": [256, *[32] * 8]}
 HEADS = {"heads": 32, "groups": 8, "size": 128} if GPU else {"heads": 8, "groups": 2, "size": 64}
 HEAD = (
     {"tokens": 8192, "vocabulary": 151_936, "hidden": 2560}
