@@ -7,8 +7,10 @@ from typing import Any
 from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory, Turn
 
 
-def episode(*actions: str, tokens: tuple[tuple[int, ...], ...] = (), **info: Any) -> Trajectory:
-    """An episode in which the model said `actions`, sampled as `tokens`, and the env left `info`."""
+def episode(
+    *actions: str, tokens: tuple[tuple[int, ...], ...] = (), rewards: tuple[float | None, ...] = (), **info: Any
+) -> Trajectory:
+    """An episode in which the model said `actions`, sampled as `tokens` and paid `rewards`; the env left `info`."""
     turns = tuple(
         Turn(
             observation=(),
@@ -18,9 +20,11 @@ def episode(*actions: str, tokens: tuple[tuple[int, ...], ...] = (), **info: Any
             ),
             text=action,
             action=action,
-            reward=0.0,
+            reward=reward,
         )
-        for action, ids in zip(actions, tokens or ((),) * len(actions), strict=True)
+        for action, ids, reward in zip(
+            actions, tokens or ((),) * len(actions), rewards or (0.0,) * len(actions), strict=True
+        )
     )
     return Trajectory(
         task=Task(env_id="test/Quiz-v0", seed=0),

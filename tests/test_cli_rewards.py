@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from command import run
 from fake_openai import FakeOpenAI
+from reward_kit import episode
 from test_genrm import mark_of, says, text_of
-from test_rewards import episode
 
 from relax_gym.agreement import agreement, cohen_kappa, correlation
 from relax_gym.plugins import plugins

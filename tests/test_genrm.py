@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_openai import FakeOpenAI
-from test_rewards import episode
+from reward_kit import episode
 
 from relax_gym.errors import ConfigError, RewardError
 from relax_gym.scoring import WeightedReward, score

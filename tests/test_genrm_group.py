@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from fake_openai import FakeOpenAI
+from reward_kit import episode
 from test_genrm import ATTACKS, text_of
-from test_rewards import episode
 
 from relax_gym.errors import RewardError
 from relax_gym_rewards.genrm.compare import GenRMGroup

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from distillation_kit import ENV, GPT2, routed
 from learner_cases import context, learner, random_batch, sample, save_model, weights, without_seconds
-from test_distillation_learner import ENV, GPT2, routed
 
 from relax_gym.config import MediaConfig, ModelConfig, parse_config
 from relax_gym.errors import ConfigError, ModelError, TrainingError

@@ -16,7 +16,7 @@ from local_sampler_kit import serving
 from megatron_models import CONFIGS
 from safetensors.torch import load_file
 from sglang_kit import cpu_server
-from test_sglang_weights import ports, servers, states
+from sglang_weights_kit import servers, states
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -32,7 +32,7 @@ from relax_gym_trainers.megatron_learner import learner as front
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 
-assert ports  # a fixture
+pytest_plugins = ["sglang_weights_fixtures"]
 pytestmark = [  # Megatron's
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

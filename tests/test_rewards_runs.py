@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from command import run
 from fake_openai import FakeOpenAI
+from reward_kit import episode
 from test_cli import CONFIG
 from test_genrm import says, text_of
-from test_rewards import episode
 
 from relax_gym.errors import RewardError
 from relax_gym.run_folder import read_lines
