@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from relax_gym.config import read_toml
 from relax_gym.errors import RelaxGymError, RunFolderError
-from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.run_folder import lines_of, list_checkpoints
 from relax_gym.supervision import STATUS_FILE, process_start
 
 State = Literal["healthy", "hangs", "finished", "stopped", "failed", "killed", "unknown", "broken"]
@@ -112,7 +113,7 @@ def _judge(
         return _judge_live(status, age)
     if faults:
         return "broken", "files of the folder are damaged", "repair or remove what is named, then resume"
-    if finished:
+    if finished or status.get("state") == "finished":
         return "finished", "the run has made all its steps", f"look at it with: relax-gym view {run}"
     if not status:
         return "unknown", f"there is no {STATUS_FILE}: the run has not started, or is of an older version", resume
@@ -174,7 +175,7 @@ def _faults(run: Path) -> list[str]:
     faults = []
     for name in ("metrics.jsonl", "episodes.jsonl"):
         try:
-            read_lines(run / name)
+            deque(lines_of(run / name), 0)
         except (RunFolderError, OSError) as error:
             faults.append(f"{name}: {error}")
     for _, folder in list_checkpoints(run):

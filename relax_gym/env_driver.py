@@ -16,7 +16,7 @@ from relax_gym.registry import make
 from relax_gym.timeline import now, span
 from relax_gym.types import Message, Task, Tool
 from relax_gym.waits import waiting
-from relax_gym.workers import Worker, WorkerThreads, WorkerTimeout, awaited, within
+from relax_gym.workers import OwnTask, Worker, WorkerThreads, WorkerTimeout, awaited
 
 T = TypeVar("T")
 log = logging.getLogger("relax_gym")
@@ -33,7 +33,8 @@ class EnvFailure(Exception):
 class EnvDriver:
     """One env instance, built, played and closed.
 
-    The thread that builds an env remains its own if the env has `thread_affinity`; otherwise any thread will do.
+    The thread that builds an env remains its own if the env has `thread_affinity`; otherwise any thread will do. What
+    is async is awaited in one task of its own: neither a thread nor a task that is stuck holds the episode up.
     """
 
     def __init__(self, task: Task, threads: WorkerThreads, step_timeout: float) -> None:
@@ -42,6 +43,7 @@ class EnvDriver:
         self.seconds = 0.0
         self._threads = threads
         self._worker: Worker | None = None
+        self._coroutines = OwnTask()
         self._timeout = step_timeout
         self._closed = self._stuck = False
         self._handover = threading.Lock()
@@ -97,6 +99,7 @@ class EnvDriver:
         except EnvFailure:
             self._log_failing_close()
         finally:
+            self._coroutines.stop()
             if self._worker is not None:
                 self._worker.stop()
 
@@ -156,14 +159,14 @@ class EnvDriver:
 
     async def _call(self, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         if inspect.iscoroutinefunction(method):
-            return await within(self._timeout, method(*args, **kwargs))
+            return await self._coroutines.call(method(*args, **kwargs), self._timeout)
         call = self._threads.call if self._worker is None else self._worker.call
         try:
             result = await call(lambda: method(*args, **kwargs), timeout=self._timeout)
         except WorkerTimeout:
             self._stuck = True
             raise
-        return await within(self._timeout, result) if inspect.isawaitable(result) else result
+        return await self._coroutines.call(result, self._timeout) if inspect.isawaitable(result) else result
 
     def _log_failing_close(self) -> None:
         log.warning("env %s (seed %d): close() failed", self.task.env_id, self.task.seed, exc_info=True)

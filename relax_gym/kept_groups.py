@@ -18,7 +18,8 @@ log = logging.getLogger("relax_gym")
 
 
 class KeptGroups:
-    """One file for each finished group, from when it finishes until the first checkpoint after the step it is part of.
+    """One file for each finished group, from when it finishes until no run that goes on can use it any more: there is a
+    checkpoint of the step that trained on it, or it was trained on and is newer than the last one.
 
     With `max_staleness = 0` nothing is kept: a resumed run samples the same groups again.
     """
@@ -42,7 +43,7 @@ class KeptGroups:
             return
         try:
             content = pickle.dumps(group)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever the env's objects raise
             log.warning(
                 "group %s is lost if the run is killed, as its env's info cannot be kept: %s", group.slot, error
             )
@@ -50,9 +51,13 @@ class KeptGroups:
         self._folder.mkdir(exist_ok=True)
         write_atomically(self._path(group.slot), content)
 
-    def take(self, step: int, groups: Sequence[Group]) -> None:
-        """A step trains on them."""
-        self._taken |= {group.slot: step for group in groups}
+    def take(self, step: int, groups: Sequence[Group], *, saved_version: int) -> None:
+        """A step trains on them. The newest checkpoint, which may be under way, has weights of `saved_version`."""
+        for group in groups:
+            if newest_version(group) > saved_version:  # lost with these weights, should the run go on from there
+                self.forget(group.slot)
+            else:
+                self._taken[group.slot] = step
 
     def forget(self, slot: int) -> None:
         """Its group is not wanted any more."""
@@ -70,7 +75,11 @@ class KeptGroups:
     def _read(self) -> dict[int, Group]:
         found: dict[int, Group] = {}
         for path in self._folder.glob("*.pickle"):
-            group = pickle.loads(path.read_bytes())
+            try:
+                group = pickle.loads(path.read_bytes())
+            except Exception as error:  # an object of the env that cannot be made again
+                log.warning("%s cannot be read and is sampled again: %s: %s", path, type(error).__name__, error)
+                continue
             found[group.slot] = group
         return found
 

@@ -79,6 +79,9 @@ class Producer:
         unfinished = self.queue.unfinished
         first_new = self._parts.context.start_step * self._config.groups_per_step + len(unfinished)
         self._resumed = self.kept.begin(resumed=resumed, unfinished=unfinished, first_new=first_new)
+        for slot, group in self._resumed.items():
+            if self._lost(group):  # not only once its slot begins: a later run would have weights of that version, too
+                self.kept.forget(slot)
 
     async def run(self) -> None:
         """Start a group for every slot the queue admits. A slot's sessions open before anything is awaited."""
@@ -133,7 +136,7 @@ class Producer:
                 if reason is None:
                     self.kept.keep(group)
                     return await self.queue.put(slot, group)
-                self.record_drop(self.step_of(slot), group, reason)
+                self.record_drop(self.queue.step + 1, group, reason)
                 if attempt == replacements:
                     return await self.queue.drop(slot, reason)
                 self.queue.replace(slot, reason)
@@ -145,13 +148,15 @@ class Producer:
     def _take_resumed(self, slot: int) -> Group | None:
         """The group that the run had finished before; not one of weights that were lost with its process."""
         group = self._resumed.pop(slot, None)
-        version = self._parts.context.start_step // self._config.update_every
-        if group is not None and newest_version(group) > version:
-            self.kept.forget(slot)
+        if group is not None and self._lost(group):
             self.record_drop(self.queue.step + 1, group, STALE)
             self.queue.replace(slot, STALE)
             return None
         return group
+
+    def _lost(self, group: Group) -> bool:
+        """Whether weights that this run went on without have sampled some of a group."""
+        return newest_version(group) > self._parts.context.start_step // self._config.update_every
 
     async def _play_group(self, slot: int, attempt: int, sessions: list[Session]) -> Group:
         aborts = self._aborts[slot]
@@ -185,7 +190,7 @@ class Producer:
             self._folder.add_group(self.step_of(group.slot), group, kind="queued")
             raise
 
-    def _abort(self, slot: int, group: Group | None) -> None:
+    def _abort(self, slot: int, group: Group | None, empty: bool) -> None:
         """A step has enough without this slot: its episodes are cancelled, and played again later."""
         self._aborts[slot] += 1
         self.kept.forget(slot)
@@ -193,7 +198,7 @@ class Producer:
         if group is not None:
             self._folder.add_group(step, group, kind=LATE)
             self.kept.forget(slot)
-        self._dropped[step][LATE] += 1
+        self._dropped[step][LATE] += not empty
         if (playing := self._playing.get(slot)) and not playing.done():
             playing.cancel()
             self._aborted.add(playing)

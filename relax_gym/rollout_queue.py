@@ -46,8 +46,8 @@ class RolloutQueue:
         update_every: steps between two versions.
         env_of: the index of a slot's `[[env]]`, for the accounts.
         unfinished: of a run that goes on, the slots it had begun and not trained on, which come first.
-        on_late: called with each slot that is aborted, and its group if that had finished. What plays it must not hand
-            it in any more; the slot comes out of `admit` again.
+        on_late: called with each slot that is aborted, its group if that had finished, and whether it was left empty.
+            What plays it must not hand it in any more; the slot comes out of `admit` again.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class RolloutQueue:
         update_every: int = 1,
         env_of: Callable[[int], int] = lambda slot: 0,
         unfinished: Sequence[int] = (),
-        on_late: Callable[[int, Group | None], None] = lambda slot, group: None,
+        on_late: Callable[[int, Group | None, bool], None] = lambda slot, group, empty: None,
     ) -> None:
         self._per_step, self._max_staleness = groups_per_step, max_staleness
         self._in_order, self._oversample, self._every = order == "slot", oversample, update_every
@@ -274,7 +274,7 @@ class RolloutQueue:
                 del self._due[slot]
                 self._account_of(slot).dropped[LATE] += not empty
                 self._waiting = sorted([*self._waiting, slot])
-                self._on_late(slot, group)
+                self._on_late(slot, group, empty)
 
     def _check_lag(self, group: Group) -> None:
         version = self._step // self._every

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from relax_gym.config import RunConfig, dump_config, read_toml, validate
 from relax_gym.errors import RunFolderError
@@ -254,21 +254,27 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunFolderError: another line is broken; names it.
     """
-    return [record for _, record in _lines(path)]
+    return [record for _, record in lines_of(path)]
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def lines_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line of a .jsonl file, and the record that it is, read as they are asked for; otherwise as `read_lines`."""
     if not path.exists():
         return
-    numbered = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), start=1) if line.strip()]
-    for number, line in numbered:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            if number == numbered[-1][0]:
-                return
-            raise RunFolderError(f"{path}, line {number} is not JSON: {error}; repair or delete that line") from error
-        yield line, record
+    broken: tuple[int, ValueError] | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if broken is not None:  # and not the last one
+                at, error = broken
+                raise RunFolderError(f"{path}, line {at} is not JSON: {error}; repair or delete that line") from error
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                broken = number, error
+            else:
+                yield line.removesuffix(b"\n") + b"\n", record
 
 
 def append_line(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
@@ -303,11 +309,20 @@ def _plain(value: Any, keep: Callable[[Media], Any], depth: int = 0) -> Any:
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Forget the records that are not wanted, and a last line that was cut short."""
     if path.exists():
-        write_atomically(path, b"".join(line + b"\n" for line, record in _lines(path) if wanted(record)))
+        with replacing(path) as file:
+            file.writelines(line for line, record in lines_of(path) if wanted(record))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file in one rename."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """What is written to the file takes the place of another, in one rename at the end."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
+    with partial.open("wb") as file:
+        yield file
     os.replace(partial, path)

@@ -23,14 +23,13 @@ from relax_gym.errors import Stopped, StuckError, first_cause, reason
 from relax_gym.run_folder import write_atomically
 from relax_gym.supervision_config import SupervisionConfig
 from relax_gym.waits import Waits, current
+from relax_gym.workers import LEAVING
 
 T = TypeVar("T")
 log = logging.getLogger("relax_gym")
 STATUS_FILE = "status.json"
 BLOCKED_EXIT_CODE = 3
 """How a process ends whose event loop was held up for too long."""
-LEAVING = 10.0
-"""Seconds that something which was cancelled has for ending."""
 
 
 class Supervisor:

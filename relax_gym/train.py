@@ -156,7 +156,8 @@ class Trainer:
             loading = self._thread.call(self._learner.load, self._checkpoint)
             await wait(f"the learner, to load {self._checkpoint.name}", "start", loading)
         await wait("the sampler, to start", "start", self._parts.sampler.start())
-        self._folder.begin(self._start)
+        beginning = asyncio.to_thread(self._folder.begin, self._start)
+        await wait("the run folder, to forget what was after the checkpoint", "start", beginning)
         self._producer.begin(resumed=self._checkpoint is not None)
         cleanup.add(partial(self._hook.on_run_end, context=context))
         cleanup.add(partial(close, "a checkpoint", partial(self._call_checkpoint, self._checkpoints.finish)))
@@ -235,7 +236,7 @@ class Trainer:
         clock.lap("rollout_wait")
         for group in groups:  # before anything can fail
             self._folder.add_group(step + 1, group, kind="train")
-        self._producer.kept.take(step + 1, played)
+        self._producer.kept.take(step + 1, played, saved_version=self._version_at(self._saved))
         samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
         dropped = self._producer.take_dropped(step + 1)
@@ -243,8 +244,9 @@ class Trainer:
         batch = Batch(version=self._version_at(step), samples=samples)
         self._hook.on_batch(batch=batch)
         if self._queue.idle:  # otherwise the next rollouts have begun
-            await self._producer.settle()
-            await self._parts.sampler.rest()
+            settling, wait = self._producer.settle(), self._supervisor.wait
+            await wait("aborted episodes, to let go of the sampler", "rollout", settling)
+            await wait("the sampler, to free its memory", "publish", self._parts.sampler.rest())
         training = self._thread.call(self._learner.step, batch)
         learner = await self._supervisor.wait(f"the learner's step {step + 1}", "learner", training)
         clock.lap("train")

@@ -12,11 +12,13 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakSet
 
 T = TypeVar("T")
 log = logging.getLogger("relax_gym")
+LEAVING = 10.0
+"""Seconds that something which was cancelled has for ending."""
 in_threads: WeakSet[asyncio.Future[Any]] = WeakSet()
 """The calls of workers that somebody waits for: a loop whose time is simulated must not jump while they work."""
 CLOSED = "asked for more than there was time for: the items are closed"
@@ -40,6 +42,71 @@ async def within(seconds: float | None, awaitable: Awaitable[T]) -> T:
 async def awaited(value: Awaitable[T]) -> T:
     """Any awaitable as a coroutine, which is what `asyncio.run` takes."""
     return await value
+
+
+class OwnTask:
+    """One task that awaits one thing after the other, for what may ignore that it is cancelled: it is left behind then.
+
+    What is entered in one call can be left in another, as in the task of the caller.
+    """
+
+    _left: ClassVar[set[asyncio.Task[None]]] = set()
+
+    def __init__(self) -> None:
+        self._jobs: asyncio.Queue[tuple[Awaitable[Any], asyncio.Future[Any]] | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    async def call(self, awaitable: Awaitable[T], timeout: float | None = None) -> T:
+        """What it gives. Raises WorkerTimeout when it takes longer and has been cancelled, or left behind."""
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
+        self._jobs.put_nowait((awaitable, answer))
+        if self._task is None:
+            self._task = asyncio.create_task(self._work(self._jobs))
+        try:
+            await asyncio.wait({answer}, timeout=timeout)
+        except asyncio.CancelledError:
+            await self._interrupt(answer)
+            raise
+        if not answer.done():
+            await self._interrupt(answer)
+            raise WorkerTimeout(f"took longer than {timeout:g} seconds")
+        value, error = answer.result()
+        if error is not None:
+            raise error
+        return cast("T", value)
+
+    def stop(self) -> None:
+        """End the task after the calls it has."""
+        self._jobs.put_nowait(None)
+
+    @staticmethod
+    async def _work(jobs: asyncio.Queue[tuple[Awaitable[Any], asyncio.Future[Any]] | None]) -> None:
+        own = asyncio.current_task()
+        while (job := await jobs.get()) is not None:
+            awaitable, answer = job
+            try:
+                outcome: tuple[Any, BaseException | None] = await awaitable, None
+            except BaseException as error:  # SystemExit in a task would end the loop
+                outcome = None, error
+            while own is not None and own.cancelling():
+                own.uncancel()
+            answer.set_result(outcome)
+            del job, awaitable, answer, outcome
+
+    async def _interrupt(self, answer: asyncio.Future[Any]) -> None:
+        task = self._task
+        assert task is not None
+        task.cancel()
+        try:
+            await asyncio.wait({answer}, timeout=LEAVING)
+        finally:
+            if not answer.done():
+                self.stop()
+                self._jobs, self._task = asyncio.Queue(), None
+                self._left.add(task)
+                task.add_done_callback(self._left.discard)
+                asyncio._unregister_task(task)  # else `asyncio.run` waits for it in the end
+                log.warning("%s was cancelled and does not end; it is left behind", task.get_stack(limit=1))
 
 
 class Worker:

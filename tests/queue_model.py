@@ -93,7 +93,7 @@ class World:
         queue._accounts, queue._changed = queue._accounts.copy(), asyncio.Condition()
         for env, account in queue._accounts.items():
             queue._accounts[env] = replace(account, dropped=Counter(account.dropped))
-        queue._on_late = lambda slot, late: other.running.pop(slot, None)
+        queue._on_late = lambda slot, late, empty: other.running.pop(slot, None)
         return other
 
     @property
@@ -204,7 +204,7 @@ class World:
             return False
         self.version, self.running, self.kept = self.step // self.size.update_every, {}, {}
         self.queue = self.size.queue(self.step, self.queue.unfinished)
-        self.queue._on_late = lambda slot, late: self.running.pop(slot, None)
+        self.queue._on_late = lambda slot, late, empty: self.running.pop(slot, None)
         return True
 
     def _resume_kept(self) -> bool:

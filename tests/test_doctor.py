@@ -133,3 +133,11 @@ def test_without_a_run_it_checks_the_plugins(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["doctor"])
     assert "none broken" in capsys.readouterr().out
+
+
+def test_a_run_that_says_that_it_has_finished_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoints may have been removed since."""
+    run(trainer(tmp_path, half_a))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    code, found = ask(tmp_path / "run", capsys)
+    assert (code, found["state"]) == (0, "finished")

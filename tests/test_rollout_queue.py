@@ -187,7 +187,7 @@ def test_what_overtook_in_a_run_that_goes_on_is_neither_lost_nor_trained_on_agai
 
 
 def test_the_newest_unfinished_group_gives_way_first() -> None:
-    late: list[tuple[int, bool]] = []
+    late: list[tuple[int, bool, bool]] = []
 
     async def main() -> list[int]:
         queue = RolloutQueue(
@@ -197,7 +197,7 @@ def test_the_newest_unfinished_group_gives_way_first() -> None:
             last_step=2,
             order="ready",
             oversample=2,
-            on_late=lambda slot, one: late.append((slot, one is not None)),
+            on_late=lambda slot, one, empty: late.append((slot, one is not None, empty)),
         )
         await admitted(queue)
         await queue.put(2, group(2, 0))
@@ -210,7 +210,7 @@ def test_the_newest_unfinished_group_gives_way_first() -> None:
         return got
 
     assert asyncio.run(main()) == [2]
-    assert late == [(0, False), (1, True)]
+    assert late == [(0, False, False), (1, True, False)]
 
 
 def test_accounts_that_do_not_add_up_are_a_bug() -> None:

@@ -38,7 +38,7 @@ class Interleaved(RuleBasedStateMachine):
             update_every=every,
         )
         self.size, self.queue, self.other = size, size.queue(0, []), size.queue(0, [])
-        self.queue._on_late = lambda slot, late: self.running.pop(slot, None)
+        self.queue._on_late = lambda slot, late, empty: self.running.pop(slot, None)
 
     def settle(self) -> None:
         for _ in range(10):

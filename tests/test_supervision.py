@@ -124,6 +124,36 @@ def test_k110_an_evaluation_that_hangs_names_its_env(tmp_path: Path) -> None:
         run(trainer(tmp_path, half_a, env=[{"id": "test/Silent-v0"}], **sections))
 
 
+class Retries(relax_gym.Env):
+    """Tries again whatever happens, even when it is cancelled."""
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return relax_gym.user("a or b?"), {}
+
+    async def step(self, action: str) -> Any:
+        while True:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+
+
+if "test/Retries-v0" not in relax_gym.list():
+    relax_gym.register("test/Retries-v0", Retries)
+
+
+def test_k110_an_env_that_ignores_its_cancellation_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an oversampled group is aborted, and when the loop is closed."""
+    monkeypatch.setattr("relax_gym.workers.LEAVING", 0.1)
+    envs = [{"id": "test/OneOrTwo-v0"}, {"id": "test/Retries-v0"}]
+    sections: dict[str, Any] = {"env": envs, "rollout": {"step_timeout": 0.2}}
+    run(trainer(tmp_path, half_a, train={"steps": 3, "order": "ready", "oversample": 2}, **sections))
+    lines = read_lines(tmp_path / "run" / "episodes.jsonl")
+    failed = [line for line in lines if line["env_id"] == "test/Retries-v0" and line["kind"] == "train"]
+    assert all("step took longer than rollout.step_timeout = 0.2 s" in line["error"]["message"] for line in failed)
+    assert {line["step"] for line in lines} == {1, 2, 3}
+
+
 def test_k106_a_sampler_that_takes_no_weights_and_ignores_its_cancellation_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,10 @@
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
-from relax_gym.workers import LimitedThread, Streamed, Worker, WorkerThreads, WorkerTimeout
+from relax_gym.workers import LimitedThread, OwnTask, Streamed, Worker, WorkerThreads, WorkerTimeout
 
 
 def test_calls_run_off_the_loop_and_reuse_threads() -> None:
@@ -202,3 +203,94 @@ def test_what_computing_an_item_raises_is_raised_where_it_was_asked_for():
         next(streamed)
     streamed.close()
     worker.stop()
+
+
+# One task -------------------------------------------------------------------------------------------------------------
+
+
+async def current() -> asyncio.Task[Any] | None:
+    return asyncio.current_task()
+
+
+async def fails(error: BaseException) -> None:
+    raise error
+
+
+async def stays(seen: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        seen.append("ended")
+
+
+async def ignores(cancelled: asyncio.Event, end: asyncio.Event) -> str:
+    while not end.is_set():
+        try:
+            await end.wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+    return "ended"
+
+
+def test_all_calls_are_made_in_one_task_which_outlives_errors_and_limits() -> None:
+    """What is entered in one call can be left in another, as scopes of anyio are."""
+
+    async def main() -> None:
+        own, seen = OwnTask(), []
+        first = await own.call(current())
+        assert first is not asyncio.current_task()
+        for error in (ValueError("x"), SystemExit(3), asyncio.CancelledError()):
+            with pytest.raises(type(error)) as caught:
+                await own.call(fails(error))
+            assert caught.value is error
+        with pytest.raises(WorkerTimeout, match=r"took longer than 0.05 seconds"):
+            await own.call(stays(seen), timeout=0.05)
+        calling = asyncio.create_task(own.call(stays(seen)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert seen == ["ended", "ended"]
+        assert await own.call(current()) is first
+        own.stop()
+        await asyncio.wait_for(asyncio.wait({first}), 20)
+
+    asyncio.run(main())
+
+
+def test_what_ignores_its_cancellation_is_left_even_by_the_loop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("relax_gym.workers.LEAVING", 0.05)
+
+    async def main() -> None:
+        own, cancelled = OwnTask(), asyncio.Event()
+        with pytest.raises(WorkerTimeout):
+            await own.call(ignores(cancelled, asyncio.Event()), timeout=0.05)
+        assert cancelled.is_set()
+        calling = asyncio.create_task(own.call(ignores(asyncio.Event(), asyncio.Event())))
+        await asyncio.sleep(0.01)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert await own.call(asyncio.sleep(0, "next")) == "next"
+
+    asyncio.run(main())
+    assert caplog.text.count("it is left behind") == 2
+
+
+def test_what_was_left_and_ends_after_all_takes_no_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_gym.workers.LEAVING", 0.01)
+
+    async def main() -> None:
+        own, end = OwnTask(), asyncio.Event()
+        first = await own.call(current())
+        with pytest.raises(WorkerTimeout):
+            await own.call(ignores(asyncio.Event(), end), timeout=0.01)
+        end.set()
+        assert first is not None
+        await asyncio.wait_for(asyncio.wait({first}), 20)
+        assert await own.call(current()) is not first
+
+    asyncio.run(main())
