@@ -116,7 +116,7 @@ def run_config(mode: str, model: Path, folder: Path, args: argparse.Namespace) -
 
 
 def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Servers and where they run. One of several GPUs that all share sees the others, to read the learner's memory."""
+    """Servers and where they run."""
     episodes = args.groups * args.group_size * (staleness(mode) + 1)
     graphs = sorted({1, 2, 4, 8, 16, 32, *range(64, episodes, 64), episodes})  # SGLang's own end at 128 or so
     fitting = {"mem_fraction_static": 0.5, "cuda_graph_bs_decode": graphs} if GPU else {"max_total_tokens": 65536}
@@ -130,8 +130,7 @@ def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     if shared(args):
         return {**section, "sync": "ipc", "devices": ["0"]}
     if mode == COLOCATED:
-        devices = [",".join([one, *(other for other in every if other != one)]) for one in every]
-        return {**section, "sync": "ipc", "engines": len(every), "devices": devices}
+        return {**section, "sync": "ipc", "engines": len(every), "devices": every}
     return {**section, "sync": "broadcast", "engines": args.engine_gpus, "devices": every[args.learner_gpus :]}
 
 

@@ -41,6 +41,9 @@ class Learner(ABC):
     def weights(self) -> Weights:
         """Current weights under Hugging Face names, for a sampler. Tensors may be views: copy before the next step."""
 
+    def rest(self) -> None:  # noqa: B027 (most learners keep nothing)
+        """The sampler needs the memory of devices that both share: free what the next step can take again."""
+
     @abstractmethod
     def export(self, folder: Path) -> None:
         """Write the weights as a Hugging Face model folder that `transformers` loads."""

@@ -91,6 +91,11 @@ class Sampler(ABC):
         """
         return None
 
+    @property
+    def shares_devices(self) -> bool:
+        """Whether it frees memory for the learner when it rests, and needs that again with new weights."""
+        return False
+
     @abstractmethod
     async def start(self) -> None:
         """Load what is needed to serve. Called once."""

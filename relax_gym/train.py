@@ -200,6 +200,9 @@ class Trainer:
             self._hook.on_warmup_step(step=shown.step, metrics={**learner, "episode/errors": shown.errors})
 
     async def _publish(self) -> None:
+        if self._parts.sampler.shares_devices:
+            resting = self._thread.call(self._learner.rest)
+            await self._supervisor.wait("the learner, to free its memory", "learner", resting)
         with closing(Streamed(self._thread, self._learner.weights)) as weights:  # too many to have all at once
             version = self._version_at(self._learner.version)
             updating = self._parts.sampler.update_weights(weights, version)

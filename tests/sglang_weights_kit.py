@@ -26,6 +26,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.features = Features(update_session)
         self.tp_size = tp_size
+        self.devices: tuple[str, ...] = ()
 
     async def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 60.0) -> Any:
         engine = Engine(self.url)  # of its own, as each test has a new event loop

@@ -93,6 +93,8 @@ FIVE = Case(steps=batches(5))
         ("experts", Layout(dp=2, ep=2)),
         ("experts", Layout(cp=2, ep=2)),
         ("experts", Layout(tp=2)),
+        ("experts", Layout(tp=2, etp=1)),
+        ("experts", Layout(dp=2, etp=2)),
         ("experts", Layout(tp=2, ep=2, etp=1)),
         ("experts", Layout(tp=2, dp=2, ep=2, etp=2)),
     ],

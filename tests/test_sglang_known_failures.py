@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 from fake_sglang import FakeSGLang
 from recording_sglang import Recording, ask
@@ -281,6 +282,21 @@ def test_k109_whatever_a_revival_dies_of_ends_the_wait() -> None:
             await fleet.available()
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_servers_know_the_gpus_of_their_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    context = make_context(tmp_path)
+    two, second = SGLangSamplerOptions(server_args={"tp-size": 2}), SGLangSamplerOptions(server_args={"base_gpu_id": 1})
+    assert launch(0, two, context, devices=None).engine.devices == ("0", "1")
+    assert launch(0, two, context, devices="5, 3,4").engine.devices == ("5", "3")
+    assert launch(0, second, context, devices=None).engine.devices == ("1",)
+    colocated = SGLangSamplerOptions(colocate=True)
+    assert launch(0, colocated, context, devices="1").engine.devices == ("1",)
+    with pytest.raises(ConfigError, match=r"GPU 7, which the learner does not see \(it sees \['0', '1'\]\)"):
+        launch(0, colocated, context, devices="7")
 
 
 def test_a_server_that_joins_gets_devices_that_no_other_has(tmp_path: Path) -> None:

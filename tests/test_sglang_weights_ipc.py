@@ -12,7 +12,7 @@ import torch
 from sglang_weights_kit import Server, awkward, described, on_gpu, servers, states
 
 from relax_gym.errors import SamplerError
-from relax_gym_plugins.samplers.sglang.weights.ipc import IpcSender
+from relax_gym_plugins.samplers.sglang.weights.ipc import IpcSender, _places
 
 pytest_plugins = ["sglang_weights_fixtures"]
 
@@ -127,6 +127,42 @@ def test_sharing_strategy_and_modules_of_the_process_stay_as_they_are(ports: lis
     assert asyncio.run(IpcSender().send([server], [("a", torch.zeros(4))], 3)) == {}
     assert torch.multiprocessing.get_sharing_strategy() == strategy == "file_descriptor"
     assert not [name for name in sys.modules if name == "sglang" or name.startswith("sglang.")]
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "expected"),
+    [
+        (None, ("1", "0"), ["cuda:1", "cuda:0"]),
+        ("4,5", ("5", "4"), ["cuda:1", "cuda:0"]),
+        ("GPU-a, GPU-b", ("GPU-b",), ["cuda:1", "cuda:0"]),
+        ("4,5", ("5", "6"), ["cuda:1", "cuda:0"]),
+        (None, (), ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_each_rank_reads_on_its_own_gpu_where_the_learner_sees_it(
+    visible: str | None, devices: tuple[str, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise from the learner's, "cuda:0" here. A server dies of weights that come from another GPU than that of the
+    memory it can free."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    server = Server(0)
+    server.devices = devices
+    assert [str(place) for place in _places(server, torch.device("cuda:0"))] == expected
+    assert _places(server, torch.device("cpu")) == [torch.device("cpu")] * 2
+
+
+@pytest.mark.gpu
+def test_k108_ipc_brings_every_byte_to_another_gpu(ports: list[int]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = servers(ports, 2)
+    found[1].devices = ("1", "1")
+    assert asyncio.run(IpcSender(bucket_bytes=200).send(found, on_gpu().items(), 7)) == {}
+    for state in states(found):
+        assert state["weights"] == described(on_gpu())
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_cases import half_a, run, trainer
+from train_cases import TOKENIZER, half_a, run, trainer
 
 import relax_gym
 from relax_gym.config import parse_config
@@ -18,7 +18,7 @@ from relax_gym.errors import ModelError, RunFolderError, SamplerError, TrainingE
 from relax_gym.plugins import plugins
 from relax_gym.run_folder import read_lines
 from relax_gym.sampler import Weights
-from relax_gym.testing import RecordingLearner
+from relax_gym.testing import RecordingLearner, ScriptedSampler
 from relax_gym.train import train
 from relax_gym.types import Batch, Group
 
@@ -190,6 +190,32 @@ def test_every_method_of_the_learner_is_called_on_its_thread(tmp_path: Path) -> 
     run(trainer(tmp_path, half_a, Watched(), warmup={"steps": 1, "episodes_per_step": 1}))
     names = ("step", "imitate", "weights", "export", "save_state", "close")
     assert called == {name: {"learner"} for name in names}
+
+
+def test_a_learner_rests_before_a_sampler_that_shares_its_devices_has_their_memory_again(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    class Resting(RecordingLearner):
+        def step(self, batch: Batch) -> dict[str, float]:
+            done.append("step")
+            return super().step(batch)
+
+        def rest(self) -> None:
+            done.append("learner rests")
+
+    class Sharing(ScriptedSampler):
+        shares_devices = True
+
+        async def rest(self) -> None:
+            done.append("sampler rests")
+
+        async def update_weights(self, weights: Weights, version: int) -> None:
+            done.append("update")
+            await super().update_weights(weights, version)
+
+    sampler = Sharing(half_a, tokenizer=TOKENIZER)
+    run(trainer(tmp_path, None, Resting(), sampler=sampler, train={"steps": 2}))
+    assert done == ["learner rests", "update", *["sampler rests", "step", "learner rests", "update"] * 2]
 
 
 def test_weights_that_a_sampler_leaves_are_left_by_the_learner(tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ class MegatronLearner(Learner):
         metrics: Metrics = self._ranks.call("imitate_at", batch, lr)
         return metrics
 
+    def rest(self) -> None:
+        """See `RankLearner.rest`."""
+        self._ranks.call("rest")
+
     def weights(self) -> Weights:
         """New tensors on rank 0's device, in the dtype that is trained in, gathered some at a time: the next ones while
         these are used. May be left at any point: no rank waits for the rest to be asked for."""

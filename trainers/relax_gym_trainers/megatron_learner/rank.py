@@ -117,6 +117,11 @@ class RankLearner(PolicyLearner):
         """`imitate`."""
         return self.imitate(batch, lr=lr)
 
+    def rest(self) -> None:
+        """Give a GPU what torch keeps of it for the next step."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def weights(self) -> Weights:
         """All weights on every rank, gathered in buckets."""
         return iter(self._export)

@@ -96,6 +96,11 @@ class TorchLearner(PolicyLearner):
         weights = models.plain_weights(self.policy.model)
         return ((models.checkpoint_name(name, self._prefix), tensor) for name, tensor in weights)
 
+    def rest(self) -> None:
+        """Give a GPU what torch keeps of it for the next step."""
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def export(self, folder: Path) -> None:
         """Write float32 safetensors, adapters merged."""
         models.export_model(self.policy.model, folder, adapted=self.options.lora is not None, source=self._source)

@@ -244,6 +244,7 @@ def differentiate(
         num_samples=len(batch.token_counts),
     )
     weights = upload(_weights(algorithm, part, batch), device).to(logprobs)
+    reference = None if reference is None else upload(reference, device).to(logprobs)
     loss, grad = _loss(algorithm, tokens, weights, reference, tally)
     for value, factor in terms:
         loss = loss + factor * (weights * value.detach()).sum().double()

@@ -56,6 +56,7 @@ class Engine:
         self.info: dict[str, Any] = {}
         self.features = Features(version=(), update_session=False, loads=False)
         self.released: tuple[str, ...] = ()
+        self.devices: tuple[str, ...] = ()
         self._headers, self._ca_file = dict(headers or {}), ca_file
         self._http: aiohttp.ClientSession | None = None
 

@@ -204,6 +204,11 @@ class SGLangSampler(Sampler):
                 await asyncio.wait_for(asyncio.gather(*(member.idle.wait() for member in waiting)), PAUSE_SECONDS)
         await self._each(members, lambda engine: engine.pause(how))
 
+    @property
+    def shares_devices(self) -> bool:
+        """See `Sampler.shares_devices`."""
+        return self.options.colocate
+
     async def rest(self) -> None:
         """See `Sampler.rest`: with `colocate`, free the servers' weights, keys and values."""
         if self.options.colocate:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+import torch
+
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError
 from relax_gym_plugins.samplers.sglang import wire_video
@@ -12,8 +14,11 @@ from relax_gym_plugins.samplers.sglang.engine import Engine
 from relax_gym_plugins.samplers.sglang.fleet import Member
 from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 from relax_gym_plugins.samplers.sglang.process import ServerProcess
+from relax_gym_plugins.samplers.sglang.weights import gpus
 
 RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+RANKS = (("base_gpu_id", 0), ("gpu_id_step", 1), ("tp_size", 1))
+"""Arguments of a server that say which GPUs its ranks take, and their defaults."""
 
 
 def attach(url: str, options: SGLangSamplerOptions) -> Member:
@@ -57,6 +62,7 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, d
         timeout=options.launch_timeout,
     )
     engine = Engine(f"server {number}")
+    engine.devices = _gpus(options, devices)
 
     async def connect() -> None:
         await process.start()
@@ -68,3 +74,19 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, d
         await process.stop()
 
     return Member(engine, connect=connect, close=close, devices=devices)
+
+
+def _gpus(options: SGLangSamplerOptions, devices: str | None) -> tuple[str, ...]:
+    """Those of the ranks of a launched server. Raises ConfigError when the learner cannot fill memory there that is
+    freed now and then."""
+    names = gpus.visible() if devices is None else [name.strip() for name in devices.split(",")]
+    number = {name.replace("-", "_"): value for name, value in options.server_args.items()}
+    first, step, ranks = (int(number.get(name) or usual) for name, usual in RANKS)
+    own = gpus.of_ranks(names, ranks=ranks, first=first, step=step)
+    unseen = [name for name in own if gpus.ordinal(name) is None]
+    if unseen and options.colocate and torch.cuda.is_available():
+        raise ConfigError(
+            f"sampler.devices names GPU {unseen[0]}, which the learner does not see (it sees {gpus.visible()}): with "
+            "colocate it must, to bring weights there; add it to CUDA_VISIBLE_DEVICES of relax-gym, or name another"
+        )
+    return own

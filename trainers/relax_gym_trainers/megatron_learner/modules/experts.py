@@ -118,7 +118,8 @@ class _Stacked(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=dim, stride=1)
         # Whether its gradient is summed over all data-parallel ranks, or over those that have the same experts.
-        self.weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+        same = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+        self.weight.allreduce = config.expert_model_parallel_size == 1 and same  # type: ignore[attr-defined]
         if config.perform_initialization:
             initialise(self.weight)
 

@@ -38,6 +38,10 @@ class Server(Protocol):
     def tp_size(self) -> int:
         """Tensor-parallel ranks."""
 
+    @property
+    def devices(self) -> Sequence[str]:
+        """The GPUs of its ranks, as CUDA_VISIBLE_DEVICES names them; empty where it is not known."""
+
     async def post(self, path: str, body: Mapping[str, Any], *, timeout: float) -> Any:
         """The JSON reply. Raises SamplerError on any failure, `success: false` and `timeout` seconds included."""
 

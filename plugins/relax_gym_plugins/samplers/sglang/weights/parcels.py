@@ -78,15 +78,15 @@ def _reduce_storage(storage: torch.UntypedStorage) -> Any:
 class Parcel:
     """A packed bucket. `label` makes one address for one reader's process; `free` when all have answered.
 
-    On CPU the bytes lie in a file of /dev/shm, on CUDA in device memory whose IPC handle is passed.
+    On CPU the bytes lie in a file of /dev/shm, on CUDA in memory of `device` whose IPC handle is passed.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self._slots = bucket.slots
         self._counters: list[tuple[object, bytes, int]] = []
         self._file: str | None = None
-        if bucket.device.type == "cuda":
-            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=bucket.device)
+        if device.type == "cuda":
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
         else:
             storage = torch.UntypedStorage._new_using_filename_cpu(bucket.nbytes)
             self._file = storage._share_filename_cpu_()[1].decode()
