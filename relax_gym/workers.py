@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from concurrent import futures
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 from weakref import WeakSet
 
@@ -44,6 +45,13 @@ async def awaited(value: Awaitable[T]) -> T:
     return await value
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    awaitable: Awaitable[Any]
+    answer: asyncio.Future[tuple[Any, BaseException | None]]
+    begun: bool = False
+
+
 class OwnTask:
     """One task that awaits one thing after the other, for what may ignore that it is cancelled: it is left behind then.
 
@@ -53,56 +61,62 @@ class OwnTask:
     _left: ClassVar[set[asyncio.Task[None]]] = set()
 
     def __init__(self) -> None:
-        self._jobs: asyncio.Queue[tuple[Awaitable[Any], asyncio.Future[Any]] | None] = asyncio.Queue()
+        self._calls: asyncio.Queue[_Call | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     async def call(self, awaitable: Awaitable[T], timeout: float | None = None) -> T:
         """What it gives. Raises WorkerTimeout when it takes longer and has been cancelled, or left behind."""
-        answer: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
-        self._jobs.put_nowait((awaitable, answer))
+        call = _Call(awaitable, asyncio.get_running_loop().create_future())
+        self._calls.put_nowait(call)
         if self._task is None:
-            self._task = asyncio.create_task(self._work(self._jobs))
+            self._task = asyncio.create_task(self._work(self._calls))
         try:
-            await asyncio.wait({answer}, timeout=timeout)
+            await asyncio.wait({call.answer}, timeout=timeout)
         except asyncio.CancelledError:
-            await self._interrupt(answer)
+            await self._interrupt(call, self._task)
             raise
-        if not answer.done():
-            await self._interrupt(answer)
+        if not call.answer.done():
+            await self._interrupt(call, self._task)
             raise WorkerTimeout(f"took longer than {timeout:g} seconds")
-        value, error = answer.result()
+        value, error = call.answer.result()
         if error is not None:
             raise error
         return cast("T", value)
 
     def stop(self) -> None:
         """End the task after the calls it has."""
-        self._jobs.put_nowait(None)
+        self._calls.put_nowait(None)
 
     @staticmethod
-    async def _work(jobs: asyncio.Queue[tuple[Awaitable[Any], asyncio.Future[Any]] | None]) -> None:
+    async def _work(calls: asyncio.Queue[_Call | None]) -> None:
         own = asyncio.current_task()
-        while (job := await jobs.get()) is not None:
-            awaitable, answer = job
+        while (call := await calls.get()) is not None:
+            if call.answer.cancelled():
+                continue
+            call.begun = True
             try:
-                outcome: tuple[Any, BaseException | None] = await awaitable, None
+                outcome: tuple[Any, BaseException | None] = await call.awaitable, None
             except BaseException as error:  # SystemExit in a task would end the loop
                 outcome = None, error
             while own is not None and own.cancelling():
                 own.uncancel()
-            answer.set_result(outcome)
-            del job, awaitable, answer, outcome
+            call.answer.set_result(outcome)
+            del call, outcome
 
-    async def _interrupt(self, answer: asyncio.Future[Any]) -> None:
-        task = self._task
-        assert task is not None
+    async def _interrupt(self, call: _Call, task: asyncio.Task[None]) -> None:
+        if not call.begun:
+            call.answer.cancel()
+            if asyncio.iscoroutine(call.awaitable):
+                call.awaitable.close()
+        if call.answer.done():
+            return
         task.cancel()
         try:
-            await asyncio.wait({answer}, timeout=LEAVING)
+            await asyncio.wait({call.answer}, timeout=LEAVING)
         finally:
-            if not answer.done():
+            if not call.answer.done():
                 self.stop()
-                self._jobs, self._task = asyncio.Queue(), None
+                self._calls, self._task = asyncio.Queue(), None
                 self._left.add(task)
                 task.add_done_callback(self._left.discard)
                 asyncio._unregister_task(task)  # else `asyncio.run` waits for it in the end

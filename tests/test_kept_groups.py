@@ -39,7 +39,7 @@ OBJECTS = {
 }
 
 
-class Odd(relax_gym.Env):
+class Keepsakes(relax_gym.Env):
     """Leaves an object in its info."""
 
     def __init__(self, kind: str) -> None:
@@ -53,8 +53,8 @@ class Odd(relax_gym.Env):
         return relax_gym.StepResult([], float(action == "a"), True, False, {"object": OBJECTS[self.kind]()})
 
 
-if "test/Odd-v0" not in relax_gym.list():
-    relax_gym.register("test/Odd-v0", Odd)
+if "test/Keepsakes-v0" not in relax_gym.list():
+    relax_gym.register("test/Keepsakes-v0", Keepsakes)
 
 
 class Ends(RecordingLearner):
@@ -101,7 +101,7 @@ def test_groups_that_cannot_be_kept_or_read_are_sampled_again(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sections: dict[str, Any] = {
-        "env": [{"id": "test/Odd-v0", "kwargs": {"kind": kind}}],
+        "env": [{"id": "test/Keepsakes-v0", "kwargs": {"kind": kind}}],
         "train": {"steps": 4, "max_staleness": 1},
         "checkpoint": {"every": 1},
     }

@@ -259,6 +259,23 @@ def test_all_calls_are_made_in_one_task_which_outlives_errors_and_limits() -> No
     asyncio.run(main())
 
 
+def test_a_call_that_is_cancelled_before_it_begins_is_never_made() -> None:
+    async def main() -> None:
+        own, seen, end = OwnTask(), [], asyncio.Event()
+        first = asyncio.create_task(own.call(end.wait()))
+        second = asyncio.create_task(own.call(stays(seen)))
+        await asyncio.sleep(0.01)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        end.set()
+        assert await first
+        assert await own.call(asyncio.sleep(0, "next"), timeout=20) == "next"
+        assert seen == []
+
+    asyncio.run(main())
+
+
 def test_what_ignores_its_cancellation_is_left_even_by_the_loop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
