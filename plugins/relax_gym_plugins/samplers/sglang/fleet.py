@@ -64,8 +64,9 @@ class Fleet:
 
     def __init__(self, revive: Callable[[Member], Awaitable[None]], *, revivals: int = 3) -> None:
         """`revive` gets a failed member ready and lets it `serve`, current weights included; it is tried `revivals`
-        times."""
+        times. `outages` counts the times that a member which served was taken out."""
         self.members: list[Member] = []
+        self.outages = 0
         self._revive, self._revivals = revive, revivals
         self._changed = asyncio.Condition()
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -139,6 +140,7 @@ class Fleet:
         member.outages += 1
         if member.state is not State.SERVING:
             return
+        self.outages += 1
         member.error = str(error)
         log.warning("SGLang server %s is out: %s", member.engine, error)
         await self._set(member, State.JOINING)

@@ -330,9 +330,10 @@ class SGLangSampler(Sampler):
 
     def metrics(self) -> Mapping[str, float]:
         """Since the last call: requests, tokens of prompts, of those read from the prefix cache, and generated; aborted
-        and failed requests, seconds of weight updates. Servers that serve."""
+        and failed requests, seconds of weight updates, and how often a server was taken out. Servers that serve."""
         counts, self._counts = self._counts, defaultdict(float)
-        return {**counts, "servers": float(len(self.fleet.serving))}
+        outages, self.fleet.outages = self.fleet.outages, 0
+        return {**counts, "outages": float(outages), "servers": float(len(self.fleet.serving))}
 
 
 async def _together(calls: Iterable[Awaitable[None]]) -> None:
