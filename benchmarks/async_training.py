@@ -242,6 +242,7 @@ def without_servers(row: dict[str, Any], engines: int) -> dict[str, Any] | None:
     if not outages and least >= engines:
         return None
     error = f"is no result: servers were out {outages:g} times, and a step ended with {least:g} of {engines}"
+    error = "\n".join([*([row["error"]] if "error" in row else []), error])
     return {"mode": row["mode"], "error": error, "sampler_outages": outages, "sampler_servers_min": least}
 
 
