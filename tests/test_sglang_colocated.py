@@ -12,6 +12,9 @@ from aiohttp import web
 from recording_sglang import Recording, ask
 from test_sglang_sampler import WEIGHTS, using
 
+from relax_gym.errors import SamplerError
+from relax_gym_plugins.samplers.sglang.engine import MEMORY
+from relax_gym_plugins.samplers.sglang.fleet import Member
 from relax_gym_plugins.samplers.sglang.sampler import SGLangSampler
 
 
@@ -100,3 +103,135 @@ def test_a_server_that_failed_after_it_took_the_weights_has_all_its_memory_again
 
     assert using([server], use, tmp_path, colocate=True).versions == (1, 1, 1)
     assert (server.deaths, server.released) == (0, set())
+
+
+# Servers that come while the learner trains -------------------------------------------------------------------------
+
+
+async def for_a_while() -> None:
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+def test_a_server_that_comes_back_while_the_learner_trains_frees_its_memory(tmp_path: Path) -> None:
+    servers = [WithMemory(), WithMemory()]
+
+    async def use(sampler: SGLangSampler) -> Any:
+        await sampler.fleet.quarantine(sampler.fleet.members[1], SamplerError("it died while it sampled"))
+        await sampler.rest()
+        await sampler.fleet.settled()
+        assert [server.released for server in servers] == [{*MEMORY}] * 2
+        await sampler.update_weights(WEIGHTS, 1)
+        return await asyncio.gather(ask(sampler), ask(sampler))
+
+    assert [completion.versions for completion in using(servers, use, tmp_path, colocate=True)] == [(1, 1, 1)] * 2
+    assert [(len(server.bodies), server.deaths, server.released) for server in servers] == [(1, 0, set())] * 2
+
+
+def test_a_server_that_joins_while_the_learner_trains_frees_its_memory(tmp_path: Path) -> None:
+    first, second = WithMemory(), WithMemory()
+
+    async def use(sampler: SGLangSampler) -> None:
+        async with second.serving():
+            await sampler.rest()
+            await sampler.add_engine(second.url)
+            assert second.released == {*MEMORY}
+            await sampler.update_weights(WEIGHTS, 1)
+            assert (second.released, second.weight_version, second.paused) == (set(), "1", False)
+            await sampler.aclose()
+
+    using([first], use, tmp_path, colocate=True)
+
+
+def test_a_server_that_kept_some_memory_frees_it_when_it_comes_back_while_the_learner_trains(tmp_path: Path) -> None:
+    """It failed in an update between its weights and its keys and values."""
+    servers = [WithMemory(), WithMemory()]
+
+    async def use(sampler: SGLangSampler) -> None:
+        await sampler.rest()
+        servers[1].control_faults |= {"pause_generation": [500], "update_weights_from_disk": [500]}
+        await sampler.update_weights(WEIGHTS, 1)  # the server is sent the weights once more before it rests
+        await sampler.rest()
+        await sampler.fleet.settled()
+        assert [server.released for server in servers] == [{*MEMORY}] * 2
+
+    using(servers, use, tmp_path, colocate=True)
+
+
+def launched(member: Member) -> list[str]:
+    """Have an attached server pass for a launched one: what becomes of it."""
+    connect, close, done = member.connect, member.close, list[str]()
+
+    async def launch() -> None:
+        done.append("launched")
+        await connect()
+
+    async def end() -> None:
+        done.append("ended")
+        await close()
+
+    member.launched, member.connect, member.close = True, launch, end
+    return done
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_no_server_is_launched_while_the_learner_trains_and_no_update_waits_for_one(
+    others: int, tmp_path: Path
+) -> None:
+    async def use(sampler: SGLangSampler) -> list[str]:
+        member = sampler.fleet.members[0]
+        done = launched(member)
+        await sampler.rest()
+        await sampler.fleet.quarantine(member, SamplerError("it died while it rested"))
+        await for_a_while()
+        done.append("updated")
+        await sampler.update_weights(WEIGHTS, 1)
+        await sampler.fleet.settled()
+        assert (await ask(sampler)).versions == (1, 1, 1)
+        assert len(sampler.fleet.serving) == 1 + others
+        return done[:]
+
+    servers = [Recording() for _ in range(1 + others)]
+    assert using(servers, use, tmp_path, colocate=True) == ["updated", "launched"]
+
+
+def test_the_learner_waits_for_a_launch_that_has_begun(tmp_path: Path) -> None:
+    servers = [WithMemory(), WithMemory()]
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def use(sampler: SGLangSampler) -> None:
+        member = sampler.fleet.members[0]
+        connect = member.connect
+
+        async def launch() -> None:
+            begun.set()
+            await gate.wait()
+            await connect()
+
+        member.launched, member.connect = True, launch
+        await sampler.fleet.quarantine(member, SamplerError("it died while it sampled"))
+        await begun.wait()
+        rest = asyncio.ensure_future(sampler.rest())
+        await for_a_while()
+        assert not rest.done()
+        gate.set()
+        await rest
+        assert [server.released for server in servers] == [{*MEMORY}] * 2
+
+    using(servers, use, tmp_path, colocate=True)
+
+
+def test_a_launched_server_that_frees_no_memory_ends_before_the_learner_trains(tmp_path: Path) -> None:
+    servers = [Recording(), Recording()]
+
+    async def use(sampler: SGLangSampler) -> list[str]:
+        done = launched(sampler.fleet.members[0])
+        servers[0].control_faults["release_memory_occupation"] = [500]
+        await sampler.rest()
+        done.append("rests")
+        await sampler.update_weights(WEIGHTS, 1)
+        await sampler.fleet.settled()
+        assert len(sampler.fleet.serving) == 2
+        return done[:]
+
+    assert using(servers, use, tmp_path, colocate=True) == ["ended", "rests", "launched"]

@@ -28,11 +28,12 @@ class State(StrEnum):
 @dataclass(eq=False, slots=True)
 class Member:
     """A server and how busy we keep it. `connect` may be called again after a failure; `outages` counts those.
-    `devices` are those of `sampler.devices` that it was launched on."""
+    `launched` ones `connect` by a launch, on those of `sampler.devices` that are its `devices`."""
 
     engine: Engine
     connect: Callable[[], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
+    launched: bool = False
     devices: str | None = None
     state: State = State.JOINING
     in_flight: int = 0

@@ -67,4 +67,4 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, d
         await engine.aclose()
         await process.stop()
 
-    return Member(engine, connect=connect, close=close, devices=devices)
+    return Member(engine, connect=connect, close=close, launched=True, devices=devices)
