@@ -230,7 +230,19 @@ def summary(mode: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
         "first_reward": rewards[0] if rewards else None,
         "last_reward": statistics.mean(last) if last else None,
         "sampler_failures": total("sampler/failures"),
+        "sampler_outages": total("sampler/outages"),
+        "sampler_servers_min": min(line["sampler/servers"] for line in lines),
     }
+
+
+def without_servers(row: dict[str, Any], engines: int) -> dict[str, Any] | None:
+    """What stands in a row's place when fewer servers than that served at any time, as its rates are of fewer."""
+    outages, least = row["sampler_outages"], row["sampler_servers_min"]
+    if not outages and least >= engines:
+        return None
+    error = f"is no result: servers were out {outages:g} times, and a step ended with {least:g} of {engines}"
+    error = "\n".join([*([row["error"]] if "error" in row else []), error])
+    return {"mode": row["mode"], "error": error, "sampler_outages": outages, "sampler_servers_min": least}
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
@@ -312,11 +324,13 @@ def get_model(args: argparse.Namespace, folder: Path) -> Path:
 def measure(mode: str, model: Path, folder: Path, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """The row of a mode."""
     begin = time.monotonic()
-    error = run_apart(run_config(mode, model, folder, args), folder, max(1.0, seconds - CLOSING_SECONDS))
+    config = run_config(mode, model, folder, args)
+    error = run_apart(config, folder, max(1.0, seconds - CLOSING_SECONDS))
     row: dict[str, Any] = {"mode": mode, "error": error or "made no step that counts"}
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and (lines := measured(read_lines(metrics), mode, args)):
         row = {**summary(mode, lines), **({"error": error} if error and len(lines) < args.steps else {})}
+        row = without_servers(row, config["sampler"].get("engines", 1)) or row
     if args.timelines and (folder / "timeline.json").exists():
         args.timelines.mkdir(parents=True, exist_ok=True)
         shutil.copy(folder / "timeline.json", args.timelines / f"{mode}.json")

@@ -75,7 +75,7 @@ class FakeSGLang:
     ) -> None:
         self.tokenizer = tokenizer
         self.release, self.update_session, self.spans = version, update_session, spans
-        self.weight_version = "default"
+        self.weight_version, self.seed = "default", 1
         self.faults: list[Any] = []
         self.control_faults: dict[str, list[int]] = {}
         self.bodies: list[dict[str, Any]] = []
@@ -94,6 +94,7 @@ class FakeSGLang:
         """Serve on a port of the loopback interface."""
         app = web.Application(middlewares=[self._check_key])
         app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
@@ -217,9 +218,11 @@ class FakeSGLang:
     # Control ----------------------------------------------------------------------------------------------------------
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return web.json_response(
-            {"version": self.release, "tp_size": 1, "dp_size": 1, "context_length": 1000, "max_total_num_tokens": 5000}
-        )
+        sizes = {"tp_size": 1, "dp_size": 1, "context_length": 1000, "max_total_num_tokens": 5000}
+        return web.json_response({"version": self.release, "random_seed": self.seed, **sizes})
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
 
     async def _openapi(self, _: web.Request) -> web.Response:
         paths = ["/generate", "/v1/loads", *(["/begin_weight_update"] if self.update_session else [])]

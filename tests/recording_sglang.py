@@ -25,9 +25,8 @@ class Recording(FakeSGLang):
         self.slow_abort = False
 
     async def _server_info(self, http: web.Request) -> web.Response:
-        return web.json_response(
-            {"version": self.release, "tp_size": 1, "dp_size": self.dp_size, "context_length": 1000}
-        )
+        sizes = {"tp_size": 1, "dp_size": self.dp_size, "context_length": 1000}
+        return web.json_response({"version": self.release, "random_seed": self.seed, **sizes})
 
     async def _control(self, http: web.Request) -> web.Response:
         name = http.match_info["control"]

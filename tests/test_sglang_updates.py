@@ -196,6 +196,19 @@ def test_requests_that_an_update_ends_have_ended_before_the_server_is_paused(tmp
     assert server.running_when_told[:2] == [("abort_request", 3), ("pause_generation", 0)]
 
 
+def test_a_server_that_an_update_takes_out_shows_as_an_outage(tmp_path: Path) -> None:
+    servers = [Recording(), Recording()]
+
+    async def use(sampler: SGLangSampler) -> list[float]:
+        sampler.metrics()
+        servers[0].control_faults["update_weights_from_disk"] = [500]
+        await sampler.update_weights(WEIGHTS, 1)
+        await sampler.fleet.settled()  # a server that is back again does not hide that it was out
+        return [sampler.metrics()["outages"] for _ in range(2)]
+
+    assert using(servers, use, tmp_path) == [1, 0]
+
+
 def test_a_server_that_fails_to_end_requests_is_told_so_once(tmp_path: Path) -> None:
     server = Recording()
 

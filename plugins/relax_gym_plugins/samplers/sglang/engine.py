@@ -18,6 +18,7 @@ from relax_gym.errors import ConfigError, SamplerError
 OLDEST = (0, 5, 15)
 CONTROL_SECONDS = 60.0
 FLUSH_SECONDS = 30
+MEMORY = ("weights", "kv_cache")
 IDLE_SECONDS = 3.0  # uvicorn closes idle connections after 5 s; a client that does so first never meets a closed one
 
 
@@ -57,6 +58,8 @@ class Engine:
         self.features = Features(version=(), update_session=False, loads=False)
         self.released: tuple[str, ...] = ()
         self.devices: tuple[str, ...] = ()
+        self._released_by: Any = None
+        self._versions: set[str] = set()
         self._headers, self._ca_file = dict(headers or {}), ca_file
         self._http: aiohttp.ClientSession | None = None
 
@@ -107,6 +110,7 @@ class Engine:
         self.features = Features(
             version=version, update_session="/begin_weight_update" in paths, loads="/v1/loads" in paths
         )
+        await self._notice_restart()
 
     async def generate(self, body: Mapping[str, Any], *, timeout: float) -> Any:
         """POST /generate; the reply as it came."""
@@ -114,6 +118,8 @@ class Engine:
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float = CONTROL_SECONDS) -> Any:
         """Any other POST. Raises EngineError also for a 200 that says `success: false`."""
+        if body and "weight_version" in body:
+            self._versions.add(str(body["weight_version"]))
         reply = await self._call("POST", path, body or {}, timeout)
         if isinstance(reply, Mapping) and reply.get("success") is False:
             raise EngineError(f"{self.url}{path}: {reply.get('message')}", status=200)
@@ -166,16 +172,41 @@ class Engine:
 
     async def release(self) -> None:
         """Free the memory of weights, keys and values; they are lost. Raises EngineError if requests do not end."""
-        if not self.released:
+        held = [tag for tag in MEMORY if tag not in self.released]
+        if not held:
+            return
+        if "kv_cache" in held:
             await self.flush()
-            await self.post("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
-            self.released = ("weights", "kv_cache")
+        self._released_by, version = await self._process()
+        self._versions = {version}
+        await self.post("/release_memory_occupation", {"tags": held})
+        self.released = MEMORY
 
     async def restore(self, tag: str) -> None:
-        """Have the memory of "weights" or "kv_cache" again, if it was released."""
+        """Have the memory of "weights" or "kv_cache" again, if it was released. Raises EngineError if the server was
+        started anew since."""
         if tag in self.released:
+            if await self._notice_restart():
+                raise EngineError(f"{self.url} was started anew while its memory was released")
             await self.post("/resume_memory_occupation", {"tags": [tag]})
             self.released = tuple(other for other in self.released if other != tag)
+
+    async def _notice_restart(self) -> bool:
+        """Whether another process than the one that released memory serves here. It has all of its memory, and dies
+        when it is to resume what it never released."""
+        if not self.released:
+            return False
+        process, version = await self._process()
+        if process == self._released_by and version in self._versions:
+            return False
+        self.released = ()
+        return True
+
+    async def _process(self) -> tuple[Any, str]:
+        """What tells a process from the next: a seed, which each draws that is given none, and whose weights it has."""
+        info = await self.get("/server_info", missing="/get_server_info")
+        model = await self.get("/model_info", missing="/get_model_info")
+        return info.get("random_seed"), str(model.get("weight_version"))
 
     async def running(self) -> int:
         """Requests that the server has, waiting ones included."""

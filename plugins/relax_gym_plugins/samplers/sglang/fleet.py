@@ -28,11 +28,12 @@ class State(StrEnum):
 @dataclass(eq=False, slots=True)
 class Member:
     """A server and how busy we keep it. `connect` may be called again after a failure; `outages` counts those.
-    `devices` are those of `sampler.devices` that it was launched on."""
+    `launched` ones `connect` by a launch, on those of `sampler.devices` that are its `devices`."""
 
     engine: Engine
     connect: Callable[[], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
+    launched: bool = False
     devices: str | None = None
     state: State = State.JOINING
     in_flight: int = 0
@@ -64,8 +65,9 @@ class Fleet:
 
     def __init__(self, revive: Callable[[Member], Awaitable[None]], *, revivals: int = 3) -> None:
         """`revive` gets a failed member ready and lets it `serve`, current weights included; it is tried `revivals`
-        times."""
+        times. `outages` counts the times that a member which served was taken out."""
         self.members: list[Member] = []
+        self.outages = 0
         self._revive, self._revivals = revive, revivals
         self._changed = asyncio.Condition()
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -139,6 +141,7 @@ class Fleet:
         member.outages += 1
         if member.state is not State.SERVING:
             return
+        self.outages += 1
         member.error = str(error)
         log.warning("SGLang server %s is out: %s", member.engine, error)
         await self._set(member, State.JOINING)

@@ -65,6 +65,8 @@ class SGLangSampler(Sampler):
         self._dtype = servers_dtype(options, settings)
         self._sender = build_sender(options, context, self._dtype)
         self._updating = asyncio.Lock()
+        self._resting = False
+        self._woken = asyncio.Condition(self._updating)
         self._counts: dict[str, float] = defaultdict(float)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -119,7 +121,8 @@ class SGLangSampler(Sampler):
     # Servers that come and go -----------------------------------------------------------------------------------------
 
     async def add_engine(self, url: str | None = None) -> Member:
-        """One more server, attached to by URL or launched. It serves once it has the current weights.
+        """One more server, attached to by URL or launched. It serves once it has the current weights. While servers
+        `rest`, this waits with a launch until the next update.
 
         Raises:
             SamplerError: it cannot be reached or launched, or does not take the weights, or no devices are free.
@@ -150,32 +153,47 @@ class SGLangSampler(Sampler):
         await self.fleet.remove(member)
 
     async def _revive(self, member: Member) -> None:
-        """Connect a server, give it the current weights and let it serve. It has no requests from before by then:
-        what they sample while weights change would be of no version."""
-        await member.connect()
+        """Connect a server, get it ready and let it serve."""
+        if not self.options.colocate:
+            await member.connect()
+            async with self._updating:
+                await self._ready(member)
+            return
+        async with self._updating:  # so that `rest` waits for a launch, which takes memory
+            await self._woken.wait_for(lambda: not (member.launched and self._resting))
+            await member.connect()
+            await self._ready(member)
+
+    async def _ready(self, member: Member) -> None:
+        """Give a server the current weights, or have it rest as others do until the next, and let it serve. It has no
+        requests from before by then: what they sample while weights change would be of no version."""
         engine = member.engine
-        async with self._updating:
-            await engine.empty()
-            if self._version >= 0:
-                if not self._whole:
-                    raise SamplerError("the last update of weights broke off; a server joins after the next")
-                await engine.restore("weights")
-                _raise_first(await self._sender.open([engine]))
-                _raise_first(await self._bring([engine], self._kept.items(), self._version, flush=not engine.released))
-                await engine.restore("kv_cache")
-            await engine.resume()
-            await self.fleet.serve(member)  # before an update can begin without it
+        await engine.empty()
+        _raise_first(await self._sender.open([engine]))
+        if self._resting:
+            await engine.resume()  # in which state `rest` finds the others
+            await engine.release()
+        elif self._version >= 0:
+            if not self._whole:
+                raise SamplerError("the last update of weights broke off; a server joins after the next")
+            await engine.restore("weights")
+            _raise_first(await self._bring([engine], self._kept.items(), self._version, flush=not engine.released))
+            await engine.restore("kv_cache")
+        await engine.resume()
+        await self.fleet.serve(member)  # before an update can begin without it
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
     async def update_weights(self, weights: Weights, version: int) -> None:
         """See `Sampler.update_weights`. Requests wait meanwhile; `on_update` says what becomes of those in flight.
 
-        A server that does not take the weights is out until it has them. Raises SamplerError when none is left.
+        A server that does not take the weights is out until it has them, as one that is launched only now. Raises
+        SamplerError when none is left.
         """
         start = time.perf_counter()
-        await self.fleet.available()
         async with self._updating:
+            self._resting = False
+            self._woken.notify_all()
             members = self.fleet.serving
             self.open.clear()
             try:
@@ -210,9 +228,15 @@ class SGLangSampler(Sampler):
         return self.options.colocate
 
     async def rest(self) -> None:
-        """See `Sampler.rest`: with `colocate`, free the servers' weights, keys and values."""
-        if self.options.colocate:
+        """See `Sampler.rest`: with `colocate`, free the servers' weights, keys and values. Servers of our own that are
+        out end, and are launched again at the next update."""
+        if not self.options.colocate:
+            return
+        async with self._updating:
+            self._resting = True
             await self._each(self.fleet.serving, Engine.release)
+            out = [member for member in self.fleet.members if member.launched and member.state is State.JOINING]
+            await asyncio.gather(*(member.close() for member in out))
 
     async def _send(self, members: Sequence[Member], weights: Weights, version: int) -> None:
         live: dict[Server, Member] = {member.engine: member for member in members if _runs(member)}
@@ -335,9 +359,10 @@ class SGLangSampler(Sampler):
 
     def metrics(self) -> Mapping[str, float]:
         """Since the last call: requests, tokens of prompts, of those read from the prefix cache, and generated; aborted
-        and failed requests, seconds of weight updates. Servers that serve."""
+        and failed requests, seconds of weight updates, and how often a server was taken out. Servers that serve."""
         counts, self._counts = self._counts, defaultdict(float)
-        return {**counts, "servers": float(len(self.fleet.serving))}
+        outages, self.fleet.outages = self.fleet.outages, 0
+        return {**counts, "outages": float(outages), "servers": float(len(self.fleet.serving))}
 
 
 async def _together(calls: Iterable[Awaitable[None]]) -> None:

@@ -73,7 +73,7 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, d
         await engine.aclose()
         await process.stop()
 
-    return Member(engine, connect=connect, close=close, devices=devices)
+    return Member(engine, connect=connect, close=close, launched=True, devices=devices)
 
 
 def _gpus(options: SGLangSamplerOptions, devices: str | None) -> tuple[str, ...]:
