@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from learner_cases import context, qwen3, random_batch, save_model
 from test_megatron_ranks import gone
 
 from relax_gym.config import parse_config
+from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError, TrainingError
 from relax_gym.run_folder import list_checkpoints
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
@@ -216,14 +218,19 @@ def test_only_the_first_of_several_rehearses(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_k110_ranks_on_a_ray_cluster_train_and_one_that_dies_is_named(tmp_path: Path) -> None:
+def test_k110_ranks_on_a_ray_cluster_train_and_one_that_dies_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed; it is in the extra `ray`")
-    folder = save_model(tmp_path / "model", qwen3())
+    save_model(tmp_path / "model", qwen3())
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    monkeypatch.chdir(tmp_path)  # actors run where the cluster was started
     try:
         options = MegatronLearnerOptions.model_validate({"dtype": "float32", "tp": 2, "launcher": "ray"})
-        learner = MegatronLearner(context(folder), options)
+        learner = MegatronLearner(dataclasses.replace(context(Path("model")), run_dir=Path("run")), options)
         assert learner.step(random_batch())["updates"] == 1
+        learner.save_state(Path("run/checkpoints/1"))()
+        learner.load(Path("run/checkpoints/1"))
         other = learner._ranks._others[0]
         assert isinstance(other, RayOther)
         ray.kill(other._actor)
@@ -235,6 +242,27 @@ def test_k110_ranks_on_a_ray_cluster_train_and_one_that_dies_is_named(tmp_path: 
         again.close()
     finally:
         ray.shutdown()
+
+
+def test_ranks_are_told_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Path] = []
+
+    class Told:
+        def __init__(self, world: int, entry: str, arguments: tuple[RunContext, object], **options: Any) -> None:
+            told.extend([arguments[0].run_dir, arguments[0].model_path, options["logs"]])
+
+        def call(self, method: str, *arguments: Path) -> int:
+            told.extend(arguments)
+            return 0
+
+    folder = save_model(tmp_path / "model", qwen3())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("relax_gym_trainers.megatron_learner.learner.Ranks", Told)
+    run_context = dataclasses.replace(context(folder), run_dir=Path("run"), model_path=Path("model"))
+    learner = MegatronLearner(run_context, MegatronLearnerOptions())
+    for number, act in enumerate((learner.export, learner.save_state, learner.load)):
+        act(Path(f"run/{number}"))
+    assert told == [tmp_path / name for name in ("run", "model", "run/learner", "run/0", "run/1", "run/2")]
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
