@@ -26,6 +26,7 @@ from relax_gym.config import parse_config
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError, TrainingError
 from relax_gym.run_folder import list_checkpoints
+from relax_gym_trainers.megatron_learner import ray_ranks
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.ranks import Ranks
@@ -263,6 +264,68 @@ def test_ranks_are_told_absolute_folders(tmp_path: Path, monkeypatch: pytest.Mon
     for number, act in enumerate((learner.export, learner.save_state, learner.load)):
         act(Path(f"run/{number}"))
     assert told == [tmp_path / name for name in ("run", "model", "run/learner", "run/0", "run/1", "run/2")]
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "expected"),
+    [
+        (None, [], "3"),
+        (None, [5], "5"),
+        (None, ["5"], "5"),
+        ("4,5,6,7", ["4"], "0"),
+        ("4, 5", ["5"], "1"),
+        ("GPU-8932f937,GPU-65cd7e62", ["GPU-65cd7e62"], "1"),
+        ("MIG-65cd7e62", ["MIG-65cd7e62"], "0"),
+    ],
+)
+def test_a_rank_takes_the_gpu_that_ray_gives_it(
+    visible: str | None, given: list[int | str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(visible, monkeypatch)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    ray_ranks._take(given)
+    assert os.environ["LOCAL_RANK"] == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "message"),
+    [
+        ("4,5", 0, "the GPU 0, which its process, started with CUDA_VISIBLE_DEVICES=4,5, does not see; start the Ray"),
+        (None, "GPU-65cd7e62", "GPU-65cd7e62, which its process, started without CUDA_VISIBLE_DEVICES, does not see"),
+    ],
+)
+def test_a_gpu_that_the_trainer_does_not_see_is_refused(
+    visible: str | None, given: int | str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(visible, monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        ray_ranks._take([given])
+
+
+def see(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_ranks_on_a_ray_cluster_of_some_gpus_take_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed; it is in the extra `ray`")
+    see("4,5", monkeypatch)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # which actors have from the process that starts a cluster
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        ranks = Ranks(2, "ranks_kit:Plain", launcher="ray")
+        ranks.call("tell_variable", "CUDA_VISIBLE_DEVICES", str(tmp_path))
+        other = (tmp_path / "1").read_text()
+        ranks.call("tell_variable", "LOCAL_RANK", str(tmp_path))
+        ranks.close()
+    finally:
+        ray.shutdown()
+    assert other in ("4", "5")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["1" if other == "4" else "0", "0"]
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
