@@ -30,6 +30,11 @@ class Plain:
         with open(os.path.join(folder, str(self.place.rank)), "w") as file:
             file.write(repr((self.seen, self.arguments, os.environ.get("OF_RANK"))))
 
+    def tell_variable(self, name: str, folder: str) -> None:
+        """What it is in each rank's environment, as a file."""
+        with open(os.path.join(folder, str(self.place.rank)), "w") as file:
+            file.write(os.environ.get(name, ""))
+
     def add_one(self, array: Any) -> None:
         array += 1  # what arrives can be written to, and is this rank's own
         self.seen = array.sum()

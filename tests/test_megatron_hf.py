@@ -20,7 +20,16 @@ from relax_gym.errors import ModelError
 from relax_gym.models import WEIGHTS, WEIGHTS_INDEX
 from relax_gym_trainers.megatron_learner import hf, model
 from relax_gym_trainers.megatron_learner.families.base import sizes
-from relax_gym_trainers.megatron_learner.families.forms import GateUp, QueryKeyValue, Sizes, Vocabulary
+from relax_gym_trainers.megatron_learner.families.forms import (
+    Columns,
+    Copied,
+    Form,
+    GateUp,
+    QueryKeyValue,
+    Rows,
+    Sizes,
+    Vocabulary,
+)
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.model_folder import Checkpoint, write_folder
 
@@ -168,6 +177,15 @@ def test_gates_stand_before_what_they_gate_on_each_rank() -> None:
     parts = [GateUp().cut(whole, torch.Size([4]), rank, numbers) for rank in range(2)]
     assert [part.tolist() for part in parts] == [[0, 1, 10, 11], [2, 3, 12, 13]]
     assert [tensor.tolist() for tensor in GateUp().join(parts, numbers)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+@pytest.mark.parametrize("form", [Copied, Rows, Columns, Vocabulary, QueryKeyValue, GateUp])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_joined_keeps_nothing_that_was_gathered_beside_it(form: type[Form], ranks: int) -> None:
+    gathered = torch.zeros(ranks, 10_000)
+    parts = [row[:64].view(8, 8) for row in gathered]
+    for tensor in form().join(parts, Sizes(heads=4, groups=2, head=ranks, vocabulary=8 * ranks)):
+        assert tensor.untyped_storage().nbytes() <= sum(part.nbytes for part in parts)
 
 
 def test_zeros_follow_a_vocabulary_that_ranks_do_not_divide() -> None:

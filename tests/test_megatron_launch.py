@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -22,8 +23,10 @@ from learner_cases import context, qwen3, random_batch, save_model
 from test_megatron_ranks import gone
 
 from relax_gym.config import parse_config
+from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError, TrainingError
 from relax_gym.run_folder import list_checkpoints
+from relax_gym_trainers.megatron_learner import ray_ranks
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.ranks import Ranks
@@ -216,14 +219,19 @@ def test_only_the_first_of_several_rehearses(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_k110_ranks_on_a_ray_cluster_train_and_one_that_dies_is_named(tmp_path: Path) -> None:
+def test_k110_ranks_on_a_ray_cluster_train_and_one_that_dies_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed; it is in the extra `ray`")
-    folder = save_model(tmp_path / "model", qwen3())
+    save_model(tmp_path / "model", qwen3())
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    monkeypatch.chdir(tmp_path)  # actors run where the cluster was started
     try:
         options = MegatronLearnerOptions.model_validate({"dtype": "float32", "tp": 2, "launcher": "ray"})
-        learner = MegatronLearner(context(folder), options)
+        learner = MegatronLearner(dataclasses.replace(context(Path("model")), run_dir=Path("run")), options)
         assert learner.step(random_batch())["updates"] == 1
+        learner.save_state(Path("run/checkpoints/1"))()
+        learner.load(Path("run/checkpoints/1"))
         other = learner._ranks._others[0]
         assert isinstance(other, RayOther)
         ray.kill(other._actor)
@@ -235,6 +243,89 @@ def test_k110_ranks_on_a_ray_cluster_train_and_one_that_dies_is_named(tmp_path: 
         again.close()
     finally:
         ray.shutdown()
+
+
+def test_ranks_are_told_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Path] = []
+
+    class Told:
+        def __init__(self, world: int, entry: str, arguments: tuple[RunContext, object], **options: Any) -> None:
+            told.extend([arguments[0].run_dir, arguments[0].model_path, options["logs"]])
+
+        def call(self, method: str, *arguments: Path) -> int:
+            told.extend(arguments)
+            return 0
+
+    folder = save_model(tmp_path / "model", qwen3())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("relax_gym_trainers.megatron_learner.learner.Ranks", Told)
+    run_context = dataclasses.replace(context(folder), run_dir=Path("run"), model_path=Path("model"))
+    learner = MegatronLearner(run_context, MegatronLearnerOptions())
+    for number, act in enumerate((learner.export, learner.save_state, learner.load)):
+        act(Path(f"run/{number}"))
+    assert told == [tmp_path / name for name in ("run", "model", "run/learner", "run/0", "run/1", "run/2")]
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "expected"),
+    [
+        (None, [], "3"),
+        (None, [5], "5"),
+        (None, ["5"], "5"),
+        ("4,5,6,7", ["4"], "0"),
+        ("4, 5", ["5"], "1"),
+        ("GPU-8932f937,GPU-65cd7e62", ["GPU-65cd7e62"], "1"),
+        ("MIG-65cd7e62", ["MIG-65cd7e62"], "0"),
+    ],
+)
+def test_a_rank_takes_the_gpu_that_ray_gives_it(
+    visible: str | None, given: list[int | str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(visible, monkeypatch)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    ray_ranks._take(given)
+    assert os.environ["LOCAL_RANK"] == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "message"),
+    [
+        ("4,5", 0, "the GPU 0, which its process, started with CUDA_VISIBLE_DEVICES=4,5, does not see; start the Ray"),
+        (None, "GPU-65cd7e62", "GPU-65cd7e62, which its process, started without CUDA_VISIBLE_DEVICES, does not see"),
+    ],
+)
+def test_a_gpu_that_the_trainer_does_not_see_is_refused(
+    visible: str | None, given: int | str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(visible, monkeypatch)
+    with pytest.raises(ConfigError, match=message):
+        ray_ranks._take([given])
+
+
+def see(visible: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_ranks_on_a_ray_cluster_of_some_gpus_take_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed; it is in the extra `ray`")
+    see("4,5", monkeypatch)
+    monkeypatch.setenv("LOCAL_RANK", "1")  # which actors have from the process that starts a cluster
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        ranks = Ranks(2, "ranks_kit:Plain", launcher="ray")
+        ranks.call("tell_variable", "CUDA_VISIBLE_DEVICES", str(tmp_path))
+        other = (tmp_path / "1").read_text()
+        ranks.call("tell_variable", "LOCAL_RANK", str(tmp_path))
+        ranks.close()
+    finally:
+        ray.shutdown()
+    assert other in ("4", "5")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["1" if other == "4" else "0", "0"]
 
 
 def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import megatron_learner_kit as learners
 import pytest
+import torch
 from megatron_kit import on_ranks
+from megatron_learner_kit import Case, Folders
+from torch.distributed import distributed_c10d
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from relax_gym.errors import ConfigError
 from relax_gym_trainers.megatron_learner import parallel
 from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.megatron_learner.rank_service import Place
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "num_hidden_layers": 4}
 DENSE = Qwen3Config(**SIZES)
@@ -97,6 +104,24 @@ def test_groups_have_the_sizes_of_the_layout() -> None:
     assert [rank["dp"] for rank in ranks] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert [rank["ep"] for rank in ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert {rank["etp"] for rank in ranks} == {(0, 1)}
+
+
+FOR_MEGATRONS_CHECKPOINTS = "EXPERT_DATA_PARALLEL_GROUP_GLOO"
+"""megatron-core 0.16 forgets the time limit of this one, which nothing else uses."""
+
+
+def patiences(layout: Layout, place: Place, folder: Path, case: Case) -> set[timedelta]:
+    """How long the groups of a rank wait."""
+    learners.rank_learner(layout, place, 0, folder, case)
+    groups = distributed_c10d._world.pg_map
+    used = [group for group in groups if group.group_desc != FOR_MEGATRONS_CHECKPOINTS]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in used}
+
+
+def test_no_collective_ends_before_the_longest_call(tmp_path: Path) -> None:
+    for options in ({"timeout": 7170.0}, {"start_timeout": 7170.0}):
+        found = learners.on_ranks(Layout(), patiences, Folders(tmp_path)["dense"], Case(options=options))
+        assert found == [{timedelta(seconds=7170), timedelta(hours=2)}]  # megatron-core's in whole minutes
 
 
 def test_a_rank_outside_of_the_layout_is_refused() -> None:

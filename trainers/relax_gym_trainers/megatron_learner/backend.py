@@ -92,7 +92,7 @@ class MegatronBackend:
         parameters = changing(self.chunks)
         self.device = parameters[0].device
         self.reference = Reference(parameters, offload=options.offload_reference)
-        self.control: Any = dist.new_group(backend="gloo")
+        self.control: Any = dist.new_group(backend="gloo", timeout=options.patience)
         self.replays = {chunk: RouterReplay(chunk) for chunk in self.chunks}
 
     # What objectives ask for ------------------------------------------------------------------------------------------

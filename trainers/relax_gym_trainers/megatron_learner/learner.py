@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class MegatronLearner(Learner):
             ConfigError: the model cannot be laid out so, or a launcher has started another number of processes.
             TrainingError: a rank cannot be started.
         """
+        # Other ranks may run in other directories.
+        context = replace(context, run_dir=context.run_dir.absolute(), model_path=context.model_path.absolute())
         self._ranks = Ranks(
             options.tp * options.pp * options.cp * options.dp,
             ENTRY,
@@ -77,17 +80,17 @@ class MegatronLearner(Learner):
 
     def export(self, folder: Path) -> None:
         """See `Learner.export`. Only rank 0 writes."""
-        self._ranks.call("export", folder)
+        self._ranks.call("export", folder.absolute())
 
     def save_state(self, folder: Path) -> Callable[[], None]:
         """See `Learner.save_state`: all ranks have copied their state to host memory and go on writing it."""
-        self._ranks.call("save_state", folder)
+        self._ranks.call("save_state", folder.absolute())
         self._finish = partial(self._ranks.call, "finish_save")
         return self._finish_save
 
     def load(self, folder: Path) -> None:
         """See `Learner.load`. The state may be of another layout; the weights equal those saved, bit for bit."""
-        self.version = self._ranks.call("load_state", folder)
+        self.version = self._ranks.call("load_state", folder.absolute())
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -65,3 +66,8 @@ class MegatronLearnerOptions(LearnerOptions):
     )
     timeout: float = Field(1800.0, gt=0, description="seconds that one call of all ranks may take")
     start_timeout: float = Field(600.0, gt=0, description="seconds until all ranks have loaded the model")
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a rank waits for the others in a collective: no less than any call may take."""
+        return timedelta(seconds=max(self.timeout, self.start_timeout))

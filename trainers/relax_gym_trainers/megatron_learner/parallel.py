@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,8 @@ def initialise(
         init_method: Where ranks meet: `tcp://host:port`, `file:///path` or `env://`.
         backend: `nccl`, `gloo` or `cpu:gloo,cuda:nccl`.
         seed: Of the random streams (dropout); the generators of the process are left alone on a CPU.
-        timeout: How long a rank waits for the others in a collective.
+        timeout: How long a rank waits for the others in a collective, in parallel groups in whole minutes; by default
+            as long as torch and megatron-core do.
 
     Raises:
         ConfigError: `rank` is none of the layout's, or torchrun's world has another size.
@@ -160,6 +162,7 @@ def initialise(
     if torch.cuda.is_available():
         torch.cuda.set_device(local_device(rank))
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=layout.world_size, timeout=timeout)
+    minutes = {} if timeout is None else {"distributed_timeout_minutes": math.ceil(timeout / timedelta(minutes=1))}
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -167,6 +170,7 @@ def initialise(
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_ranks,
+        **minutes,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

@@ -53,7 +53,7 @@ class RankLearner(PolicyLearner):
         self.options, self.layout = options, layout_of(options)
         self.total_steps, self.version = config.train.steps, 0
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        initialise(self.layout, place.rank, place.init_method, backend, seed=config.seed)
+        initialise(self.layout, place.rank, place.init_method, backend, seed=config.seed, timeout=options.patience)
         whole = language_config(context.model_path)
         self._config = text_config(whole)
         self._dtype = choose_dtype(options.dtype, choose_device("auto"))

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Seat:
 
     def serve(self, address: tuple[str, int], key: bytes, place: Place, log: Path | None) -> None:
         """Be a rank until rank 0 ends it. Output goes to `log`, if its folder is there on this machine too."""
+        _take(import_ray().get_gpu_ids())
         if log is not None and log.parent.is_dir():
             with open(log, "ab") as file:
                 os.dup2(file.fileno(), 1)
@@ -142,10 +143,32 @@ def _seats(ray: Any, world: int, host: str, deadline: float, held: contextlib.Ex
         actors.append(ray.remote(Seat).options(scheduling_strategy=strategy, **options).remote())
     held.callback(lambda: [ray.kill(actor) for actor in actors])
     where = ray.get([actor.where.remote() for actor in actors], timeout=max(0.0, deadline - time.monotonic()))
-    if gpus:  # Ray has given the others theirs, so that each sees but one; this process sees all of its machine's
-        os.environ["LOCAL_RANK"] = str(where[0][1][0])
+    _take(where[0][1])
     order = sorted(range(world), key=lambda index: (index > 0, where[index][0] != host, where[index], index))
     return [(actors[index], where[index][0]) for index in order]
+
+
+def _take(gpus: Sequence[int | str]) -> None:
+    """Have this process use the GPU that Ray has given its rank, if any. Ray's names are those of CUDA_VISIBLE_DEVICES
+    where the cluster was started; torch counts what this process sees: in an actor usually that GPU alone.
+
+    Raises:
+        ConfigError: this process does not see it.
+    """
+    if not gpus:
+        return
+    name, visible = str(gpus[0]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = [] if visible is None else [one.strip() for one in visible.split(",")]
+    if name in seen:
+        os.environ["LOCAL_RANK"] = str(seen.index(name))
+    elif visible is None and name.isdecimal():
+        os.environ["LOCAL_RANK"] = name
+    else:
+        having = "without CUDA_VISIBLE_DEVICES" if visible is None else f"with CUDA_VISIBLE_DEVICES={visible}"
+        raise ConfigError(
+            f"Ray has given a rank of the learner the GPU {name}, which its process, started {having}, does not see; "
+            "start the Ray cluster and the trainer with the same CUDA_VISIBLE_DEVICES, or both without"
+        )
 
 
 def _log(logs: Path | None, rank: int) -> Path | None:

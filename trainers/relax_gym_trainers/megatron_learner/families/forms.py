@@ -36,7 +36,7 @@ class Form(ABC):
 
     @abstractmethod
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
-        """All ranks' parts → the hub's tensors."""
+        """All ranks' parts → the hub's tensors: copies, as a view would keep all that was gathered with it."""
 
     def numel(self, shape: torch.Size, ranks: int, sizes: Sizes) -> int:
         """Numbers in the hub's tensors, from the shape of a rank's part."""
@@ -50,7 +50,7 @@ class Copied(Form):
         return whole[0][:]
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
-        return [parts[0]]
+        return [parts[0].clone()]
 
     def numel(self, shape: torch.Size, ranks: int, sizes: Sizes) -> int:
         return shape.numel()
