@@ -73,9 +73,11 @@ def test_a_live_run_a_hanging_one_and_a_killed_one(
         assert f"py-spy dump --pid {pid}" in found.advice
     finally:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    zombie = diagnose(run_dir).state
+    os.waitpid(pid, 0)
     code, said = ask(run_dir, capsys)
-    assert (code, said["state"], said["saved_step"]) == (1, "killed", 1)
+    assert (code, said["state"], said["saved_step"], zombie) == (1, "killed", 1, "killed")
     assert f"process {pid} on {said['host']} is gone" in said["summary"]
     assert "--resume" in said["advice"]
     status = json.loads((run_dir / "status.json").read_text())
