@@ -82,7 +82,7 @@ class RunFolder:
     def _note_other_steps(self) -> None:
         before, now = _kept(self._config_path).train.steps, self._config.train.steps
         if before != now:
-            log.warning(
+            log.info(
                 "train.steps was %d and is %d: a learning-rate schedule over all steps goes on as one over %d",
                 before,
                 now,

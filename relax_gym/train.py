@@ -59,7 +59,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     """
     check_secrets(config)
     folder = RunFolder(config, resume=resume)
-    with run_lock(folder.path), _log_file(folder.path / "run.log"):
+    with run_lock(folder.path), log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
         with closed_on_failure() as built:
             parts = build_parts(config, start_step=start_step)
@@ -376,12 +376,16 @@ class Trainer:
 
 
 @contextmanager
-def _log_file(path: Path) -> Iterator[None]:
+def log_file(path: Path) -> Iterator[None]:
+    """What happens meanwhile is appended to the file, notes (INFO) included."""
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = log.level
     log.addHandler(handler)
+    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
     try:
         yield
     finally:
+        log.setLevel(level)
         log.removeHandler(handler)
         handler.close()

@@ -17,6 +17,7 @@ from relax_gym.cli import main
 from relax_gym.doctor import Diagnosis, diagnose, render
 from relax_gym.errors import RunFolderError
 from relax_gym.testing import RecordingLearner
+from relax_gym.train import log_file
 from relax_gym.types import Batch
 
 
@@ -143,3 +144,12 @@ def test_a_run_that_says_that_it_has_finished_has(tmp_path: Path, capsys: pytest
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     code, found = ask(tmp_path / "run", capsys)
     assert (code, found["state"]) == (0, "finished")
+
+
+def test_a_note_in_the_log_is_no_error(tmp_path: Path) -> None:
+    run(trainer(tmp_path, half_a))
+    log = tmp_path / "run" / "run.log"
+    with log_file(log):
+        run(trainer(tmp_path, half_a, resume=True, train={"steps": 4}))
+    assert "INFO train.steps was 3 and is 4: " in log.read_text()
+    assert diagnose(tmp_path / "run").last_error is None
