@@ -32,6 +32,8 @@ log = logging.getLogger("relax_gym")
 MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "timeline", "trackers"}
 PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
 UNFINISHED = ".unfinished-"
+RESULTS_FILE = "results.json"
+"""Of an evaluation's folder, once it has played all."""
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
 
 
