@@ -223,9 +223,10 @@ def faults(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """`reward 0.412  accuracy 0.500  errors 2`."""
-    shown = (("reward", "eval/reward"), ("accuracy", "eval/accuracy"))
-    parts = [f"{label} {metrics[name]:.3f}" for label, name in shown if name in metrics] or ["unscored"]
+    """`reward 0.412  accuracy 0.500  errors 2`; `unscored  accuracy 0.500` where no episode could be scored."""
+    parts = [f"reward {metrics['eval/reward']:.3f}" if "eval/reward" in metrics else "unscored"]
+    if "eval/accuracy" in metrics:
+        parts.append(f"accuracy {metrics['eval/accuracy']:.3f}")
     errors = metrics.get("eval/errors", 0)
     return "  ".join([*parts, f"errors {errors:g}"] if errors else parts)
 

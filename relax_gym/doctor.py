@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from relax_gym.config import read_toml
 from relax_gym.errors import RelaxGymError, RunFolderError
-from relax_gym.run_folder import lines_of, list_checkpoints
+from relax_gym.run_folder import RESULTS_FILE, lines_of, list_checkpoints
 from relax_gym.supervision import STATUS_FILE, process_start
 
 State = Literal["healthy", "hangs", "finished", "stopped", "failed", "killed", "unknown", "broken"]
@@ -52,7 +52,7 @@ class Diagnosis:
 
 
 def diagnose(run: Path) -> Diagnosis:
-    """Look at a run folder, of a live run or not; changes nothing.
+    """Look at the folder of a run, live or not, or of an evaluation; changes nothing.
 
     Raises:
         RunFolderError: there is no such folder, or it holds no run.
@@ -61,7 +61,10 @@ def diagnose(run: Path) -> Diagnosis:
         raise RunFolderError(f"{str(run)!r} holds no run; give the folder that run_dir names")
     status, steps, faults = _read_status(run), None, _faults(run)
     try:
-        steps = int(read_toml(run / "config.toml")["train"]["steps"])
+        config = read_toml(run / "config.toml")
+        if "endpoint" in config:
+            return _evaluation(run, config, faults)
+        steps = int(config["train"]["steps"])
     except (RelaxGymError, KeyError, TypeError, ValueError) as error:
         faults.append(f"config.toml: {error}")
     checkpoints = list_checkpoints(run)
@@ -103,6 +106,20 @@ def render(found: Diagnosis) -> str:
     if found.last_error:
         lines.append(f"  last error: {found.last_error}")
     return "\n".join([*lines, f"  what to do: {found.advice}"])
+
+
+def _evaluation(run: Path, config: Mapping[str, Any], faults: list[str]) -> Diagnosis:
+    """Of the folder of `relax-gym eval ENV --endpoint URL`."""
+    state: State = "broken" if faults else "finished" if (run / RESULTS_FILE).exists() else "unknown"
+    again = "the same command with --resume: relax-gym eval {} --endpoint {} --model {} --out {} … --resume".format(
+        config["env"]["id"], config["endpoint"]["url"], config["endpoint"]["model"], run
+    )
+    summary, advice = {
+        "broken": ("files of the evaluation's folder are damaged", f"repair or remove what is named, then {again}"),
+        "finished": ("the evaluation has its results", f"look at it with: relax-gym view {run}"),
+        "unknown": (f"there is no {RESULTS_FILE}: the evaluation goes on, or has been ended", f"if it has: {again}"),
+    }[state]
+    return Diagnosis(run=str(run), state=state, summary=summary, advice=advice, faults=tuple(faults))
 
 
 def _judge(
@@ -181,7 +198,7 @@ def _faults(run: Path) -> list[str]:
     for _, folder in list_checkpoints(run):
         if not any(folder.iterdir()):
             faults.append(f"checkpoints/{folder.name} is empty")
-    for name in (STATUS_FILE, "manifest.json"):
+    for name in (STATUS_FILE, "manifest.json", RESULTS_FILE):
         try:
             if (run / name).exists():
                 json.loads((run / name).read_text())

@@ -178,6 +178,7 @@ def check_reset(result: Any) -> tuple[list[Message], dict[str, Any]]:
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise EnvError(f"reset returned {result!r:.200}; it must return (messages, info dict)")
     check_messages(result[0])
+    _check_correct("reset", result[1])
     return list(result[0]), dict(result[1])
 
 
@@ -193,4 +194,15 @@ def check_step(result: Any) -> StepResult:
         raise EnvError(f"step returned terminated={terminated!r:.50}, truncated={truncated!r:.50}; both must be bool")
     if not isinstance(info, Mapping):
         raise EnvError(f"step returned info {info!r:.100}; it must be a dict")
+    _check_correct("step", info)
     return StepResult(list(observation), float(reward), bool(terminated), bool(truncated), dict(info))
+
+
+def _check_correct(method: str, info: Mapping[str, Any]) -> None:
+    correct = info.get("correct")
+    number = isinstance(correct, (int, float, np.bool_, np.integer, np.floating))
+    if correct is not None and not (number and correct in (0, 1)):
+        raise EnvError(
+            f"{method} returned info['correct'] = {correct!r:.100}; it must be True or False (or 1 or 0), or None "
+            "where that cannot be said; partial credit belongs into the reward"
+        )

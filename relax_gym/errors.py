@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+UNKNOWN_ENV = ". Commands find the envs of installed plugins only: `relax-gym init plugin NAME` makes one for yours"
+
 
 class RelaxGymError(Exception):
     """Base of all errors a user can act on; the CLI prints it as one message without a traceback."""
@@ -19,7 +21,8 @@ class UnknownNameError(RelaxGymError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         self.kind, self.name, self.known = kind, name, sorted(known)
-        super().__init__(f"unknown {kind} {name!r}{suggestion(name, self.known)}")
+        hint = UNKNOWN_ENV if kind == "env" else ""
+        super().__init__(f"unknown {kind} {name!r}{suggestion(name, self.known)}{hint}")
 
 
 class PluginError(RelaxGymError):

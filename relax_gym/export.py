@@ -9,10 +9,12 @@ from pathlib import Path
 from relax_gym.config import RunConfig, read_toml, validate
 from relax_gym.errors import RunFolderError
 from relax_gym.models import SPEAKERS, check_model
+from relax_gym.producer import SLOTS_FILE
 from relax_gym.run_folder import list_checkpoints
 
 COPIED = {".json", ".safetensors", ".jinja", ".txt", ".model"}
-"""Endings of the files of models and tokenizers; learners keep their state in others, or in folders."""
+"""Endings of the files of models and tokenizers; learners keep their state in others, or in folders. The exception is
+the queue's `SLOTS_FILE`."""
 
 
 def find_checkpoint(given: Path, step: int | None) -> Path:
@@ -55,7 +57,7 @@ def export(checkpoint: Path, folder: Path) -> bool:
     try:
         partial.mkdir(parents=True)
         for file in checkpoint.iterdir():
-            if file.is_file() and (file.suffix in COPIED or file.name == SPEAKERS):
+            if file.is_file() and file.name != SLOTS_FILE and (file.suffix in COPIED or file.name == SPEAKERS):
                 shutil.copyfile(file, partial / file.name)
         if made:
             _make(checkpoint, partial)

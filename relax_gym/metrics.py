@@ -91,7 +91,7 @@ def accuracy(trajectories: Sequence[Trajectory]) -> float | None:
     out would show a model that runs out of turns or breaks its env as better than it is. The reward differs: it has no
     value for an episode that could not be scored, so its mean leaves those out and `errors` counts them.
     """
-    reporting = {t.task.env_id for t in trajectories if "correct" in t.info}
+    reporting = {t.task.env_id for t in trajectories if t.info.get("correct") is not None}
     solved = [t.error is None and bool(t.info.get("correct")) for t in trajectories if t.task.env_id in reporting]
     return float(np.mean(solved)) if solved else None
 

@@ -32,6 +32,8 @@ log = logging.getLogger("relax_gym")
 MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "timeline", "trackers"}
 PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
 UNFINISHED = ".unfinished-"
+RESULTS_FILE = "results.json"
+"""Of an evaluation's folder, once it has played all."""
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
 
 
@@ -82,7 +84,7 @@ class RunFolder:
     def _note_other_steps(self) -> None:
         before, now = _kept(self._config_path).train.steps, self._config.train.steps
         if before != now:
-            log.warning(
+            log.info(
                 "train.steps was %d and is %d: a learning-rate schedule over all steps goes on as one over %d",
                 before,
                 now,

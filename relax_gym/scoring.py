@@ -25,6 +25,8 @@ from relax_gym.waits import waiting
 from relax_gym.workers import WorkerThreads, WorkerTimeout
 
 log = logging.getLogger("relax_gym")
+LOGGED_FAILURES = 20
+"""Most reasons why rewards fail that are logged: what a model wrote may stand in them, so that each is another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,23 @@ def _scored(trajectory: Trajectory, outcomes: Mapping[str, _Outcome]) -> Traject
         reward_parts={**trajectory.reward_parts, **parts},
         reward_turns={**trajectory.reward_turns, **{n: o.turns for n, o in outcomes.items() if o.turns}},
     )
+
+
+class FailureLog:
+    """Logs why rewards fail, each reason once."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, str]] = set()
+
+    def add(self, trajectory: Trajectory, level: int) -> str:
+        """The last reason why a reward could not score this episode; "" where all could."""
+        failure = ""
+        for name, why in trajectory.reward_failures.items():
+            failure = f"reward {name}: {why:.1000}"
+            if (level, failure) not in self._seen and len(self._seen) < LOGGED_FAILURES:
+                self._seen.add((level, failure))
+                log.log(level, "%s, seed %d: %s", trajectory.task.env_id, trajectory.task.seed, failure)
+        return failure
 
 
 def reward_metrics(rewards: Sequence[WeightedReward]) -> Metrics:

@@ -30,6 +30,8 @@ log = logging.getLogger("relax_gym")
 STATUS_FILE = "status.json"
 BLOCKED_EXIT_CODE = 3
 """How a process ends whose event loop was held up for too long."""
+ENDED = ("Z", "X")
+"""States in /proc of processes that have ended."""
 
 
 class Supervisor:
@@ -163,8 +165,10 @@ async def _leave(doing: asyncio.Future[Any]) -> None:
 
 
 def process_start(pid: int) -> str | None:
-    """What tells a process from a later one with the same id; None where the system does not say (no /proc)."""
+    """What tells a process from a later one with the same id; None of one that has ended, even if nobody has waited for
+    it yet, and where the system does not say (no /proc)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in ENDED else others[18]
+    except (OSError, ValueError, IndexError):
         return None

@@ -30,6 +30,7 @@ from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
 from relax_gym.run_lock import run_lock
+from relax_gym.scoring import FailureLog
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import Supervisor
 from relax_gym.timeline import Timeline, count, learner_span
@@ -59,7 +60,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
     """
     check_secrets(config)
     folder = RunFolder(config, resume=resume)
-    with run_lock(folder.path), _log_file(folder.path / "run.log"):
+    with run_lock(folder.path), log_file(folder.path / "run.log"):
         start_step, checkpoint = folder.checkpoints()[-1] if resume and folder.checkpoints() else (0, None)
         with closed_on_failure() as built:
             parts = build_parts(config, start_step=start_step)
@@ -108,6 +109,7 @@ class Trainer:
         self._checkpoints = Checkpoints(parts.context, learner, folder)
         self._empty_steps = 0
         self._last_error = ""
+        self._reward_failures = FailureLog()
         self._done = self._saved = self._start
         self._stopping = Stopping()
         self._supervisor = Supervisor(self._config.supervision, folder.path, self._facts)
@@ -181,8 +183,11 @@ class Trainer:
         return [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
 
     def _episode_ended(self, step: int, evaluation: bool, trajectory: Trajectory) -> None:
+        level = logging.INFO if evaluation else logging.WARNING  # rewards that compare cannot score what is played once
         if trajectory.error is not None:
             self._last_error = trajectory.error.message
+        elif (failure := self._reward_failures.add(trajectory, level)) and not evaluation:
+            self._last_error = failure
         if not evaluation:
             self._producer.meter.episode(trajectory)
         self._hook.on_episode_end(step=step, trajectory=trajectory, evaluation=evaluation)
@@ -379,12 +384,16 @@ class Trainer:
 
 
 @contextmanager
-def _log_file(path: Path) -> Iterator[None]:
+def log_file(path: Path) -> Iterator[None]:
+    """What happens meanwhile is appended to the file, notes (INFO) included."""
     handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level = log.level
     log.addHandler(handler)
+    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
     try:
         yield
     finally:
+        log.setLevel(level)
         log.removeHandler(handler)
         handler.close()

@@ -187,4 +187,7 @@ def _ending(record: Record) -> Text:
     if error:
         out.append(printable(f"error at turn {error['turn']}: {error['message']}\n"), style="bold red")
         out.append(printable(error["traceback"].rstrip() + "\n"), style="red")
+        return out
+    for name, why in record.get("reward_failures", {}).items():
+        out.append(printable(f"reward {name} could not score it: {why}\n"), style="bold red")
     return out

@@ -125,6 +125,11 @@ BAD = {
     "temperature 0": ((), ["--set", "rollout.temperature=0"], ["rollout.temperature = 0", "greater than 0"]),
     "negative temperature": ((), ["--set", "rollout.temperature=-1"], ["rollout.temperature = -1", "greater than 0"]),
     "unknown env": (("GuessNumber-v0", "GesNumber-v0"), [], ["unknown env", "mean 'relax_gym/GuessNumber-v0'?"]),
+    "env in a file": (
+        ('"relax_gym/GuessNumber-v0"', '"my_env.py:Mine"'),
+        [],
+        ["unknown env 'my_env.py:Mine'", "envs of installed plugins only: `relax-gym init plugin NAME` makes one"],
+    ),
     "env argument": (("style =", "stile ="), [], ["takes no argument 'stile'", "did you mean 'style'?"]),
     "unknown reward": (('name = "env"', 'name = "enf"'), [], ["unknown reward 'enf'", "did you mean 'env'?"]),
     "unknown algorithm": (('name = "grpo"', 'name = "grpoo"'), [], ["unknown algorithm 'grpoo'", "mean 'grpo'?"]),

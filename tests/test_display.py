@@ -211,6 +211,7 @@ def test_a_step_without_reward_shows_what_there_is() -> None:
         ({"eval/reward": 0.5}, "reward 0.500"),
         ({"eval/reward": 1.0, "eval/accuracy": 0.25}, "reward 1.000  accuracy 0.250"),
         ({"eval/errors": 3.0}, "unscored  errors 3"),
+        ({"eval/accuracy": 0.25}, "unscored  accuracy 0.250"),
     ],
 )
 def test_evaluation_text(metrics: dict[str, float], text: str) -> None:

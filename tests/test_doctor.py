@@ -15,8 +15,12 @@ from train_cases import half_a, run, trainer
 
 from relax_gym.cli import main
 from relax_gym.doctor import Diagnosis, diagnose, render
+from relax_gym.endpoint.client import EndpointConfig
+from relax_gym.endpoint.evaluate import EndpointEval
+from relax_gym.endpoint.folder import EvalFolder
 from relax_gym.errors import RunFolderError
 from relax_gym.testing import RecordingLearner
+from relax_gym.train import log_file
 from relax_gym.types import Batch
 
 
@@ -73,9 +77,11 @@ def test_a_live_run_a_hanging_one_and_a_killed_one(
         assert f"py-spy dump --pid {pid}" in found.advice
     finally:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    zombie = diagnose(run_dir).state
+    os.waitpid(pid, 0)
     code, said = ask(run_dir, capsys)
-    assert (code, said["state"], said["saved_step"]) == (1, "killed", 1)
+    assert (code, said["state"], said["saved_step"], zombie) == (1, "killed", 1, "killed")
     assert f"process {pid} on {said['host']} is gone" in said["summary"]
     assert "--resume" in said["advice"]
     status = json.loads((run_dir / "status.json").read_text())
@@ -141,3 +147,28 @@ def test_a_run_that_says_that_it_has_finished_has(tmp_path: Path, capsys: pytest
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     code, found = ask(tmp_path / "run", capsys)
     assert (code, found["state"]) == (0, "finished")
+
+
+def test_a_note_in_the_log_is_no_error(tmp_path: Path) -> None:
+    run(trainer(tmp_path, half_a))
+    log = tmp_path / "run" / "run.log"
+    with log_file(log):
+        run(trainer(tmp_path, half_a, resume=True, train={"steps": 4}))
+    assert "INFO train.steps was 3 and is 4: " in log.read_text()
+    assert diagnose(tmp_path / "run").last_error is None
+
+
+@pytest.mark.parametrize("results", [True, False])
+def test_the_folder_of_an_evaluation(results: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoint = EndpointConfig(url="http://localhost:1/v1", model="m")
+    settings = EndpointEval(env="test/OneOrTwo-v0", endpoint=endpoint, out=tmp_path).settings()
+    folder = EvalFolder(tmp_path, settings, resume=False)
+    if results:
+        folder.write_results({})
+    code, found = ask(tmp_path, capsys)
+    assert (code, found["state"], found["faults"]) == (0, "finished" if results else "unknown", [])
+    resume = f"relax-gym eval test/OneOrTwo-v0 --endpoint http://localhost:1/v1 --model m --out {tmp_path} … --resume"
+    assert (resume in found["advice"]) is not results
+    (tmp_path / "episodes.jsonl").write_text('{"slot\n{"slot": 3}\n')
+    code, found = ask(tmp_path, capsys)
+    assert (code, found["state"], len(found["faults"])) == (1, "broken", 1)

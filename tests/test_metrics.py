@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from train_cases import half_a, run, trainer
 
 from relax_gym.cli.runs import evaluation_rows
+from relax_gym.env import check_reset, check_step
+from relax_gym.errors import EnvError
 from relax_gym.metrics import accuracy, evaluation_metrics
 from relax_gym.scoring import WeightedReward
 from relax_gym.types import EpisodeError, StopReason, Task, Trajectory
@@ -36,6 +39,7 @@ CUT = episode(StopReason.MAX_TURNS, 0.0)
 LATE = episode(StopReason.TIMEOUT, 0.0)
 FAILED = episode(StopReason.ERROR, None, failed=True)
 FAILED_AFTER_A_GOOD_TURN = episode(StopReason.ERROR, None, failed=True, correct=True)
+NO_REPORT = episode(StopReason.ENV_DONE, 0.5, correct=None)
 SILENT = episode(StopReason.ENV_DONE, 0.5, env="test/B-v0")
 
 
@@ -48,12 +52,27 @@ SILENT = episode(StopReason.ENV_DONE, 0.5, env="test/B-v0")
         ([SOLVED, FAILED_AFTER_A_GOOD_TURN], 0.5),
         ([SOLVED, SILENT, SILENT], 1.0),
         ([SILENT], None),
+        ([NO_REPORT], None),
+        ([SOLVED, NO_REPORT], 0.5),
         ([CUT, FAILED], None),
         ([], None),
     ],
 )
 def test_accuracy_counts_what_never_got_to_report(episodes: list[Trajectory], expected: float | None) -> None:
     assert accuracy(episodes) == expected
+
+
+@pytest.mark.parametrize("correct", [True, False, np.True_, 1, 0.0, np.float32(1), np.int64(0), None])
+def test_what_an_env_may_report(correct: Any) -> None:
+    assert check_reset(([], {"correct": correct}))[1] == {"correct": correct}
+    assert check_step(([], 0.0, True, False, {"correct": correct})).info == {"correct": correct}
+
+
+@pytest.mark.parametrize("correct", ["no", 0.2, 2, float("nan"), np.array([True, False]), np.array([True]), [True]])
+def test_a_report_that_is_neither_yes_nor_no_is_an_error_of_the_env(correct: Any) -> None:
+    for check, result in ((check_reset, ([],)), (check_step, ([], 0.0, True, False))):
+        with pytest.raises(EnvError, match=r"returned info\['correct'\] = .* True or False .* partial credit belongs"):
+            check((*result, {"correct": correct}))
 
 
 def test_the_log_and_the_command_line_tell_the_same() -> None:

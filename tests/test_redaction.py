@@ -173,6 +173,7 @@ def test_evaluation_asks_for_the_samplers_secrets_only(tmp_path: Path) -> None:
 
 
 def test_other_steps_are_noted_when_a_run_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "relax_gym")
     first = config(tmp_path)
     RunFolder(first, resume=False).begin(0)
     RunFolder(first, resume=True).begin(0)

@@ -1,6 +1,7 @@
 """The loop on scripted samplers and a learner that keeps its batches: no model, every promise of the loop."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 from train_cases import TOKENIZER, half_a, run, trainer
 
 import relax_gym
+from relax_gym.doctor import diagnose
 from relax_gym.errors import SamplerError, TrainingError
 from relax_gym.plugins import plugins
 from relax_gym.run_folder import read_lines
+from relax_gym.scoring import LOGGED_FAILURES
 from relax_gym.testing import RecordingLearner
-from relax_gym.types import Batch, Group
+from relax_gym.types import Batch, Group, Trajectory
 
 
 def versions(batch: Batch) -> set[int]:
@@ -156,6 +159,50 @@ def test_k29_steps_without_trainable_tokens_end_the_run_with_the_first_error(tmp
     assert isinstance(error, TrainingError)
     assert "2 steps in a row without one trainable token, the last at step 2" in str(error)
     assert "the last error of an episode: ValueError: reset is broken" in str(error)
+
+
+class Broken:
+    """Fails in one of so many ways."""
+
+    def __init__(self, ways: int = 1) -> None:
+        self.ways, self.calls = ways, 0
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        self.calls += 1
+        raise KeyError(f"answer {self.calls % self.ways}")
+
+
+@pytest.mark.parametrize(("ways", "logged"), [(1, 1), (1000, LOGGED_FAILURES)])
+def test_why_rewards_fail_is_logged_and_said_when_the_run_ends(
+    ways: int, logged: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewards = [{"name": f"python:{__name__}:Broken", "kwargs": {"ways": ways}}]
+    loop = trainer(tmp_path, half_a, reward=rewards, train={"max_empty_steps": 1})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop)
+    why = rf"reward \S*Broken: KeyError: 'answer \d+' \(.*{__name__}\.py:\d+\)"
+    assert re.search(f"the last error of an episode: {why}", str(caught.value.exceptions[0]))
+    assert re.fullmatch(why, str(diagnose(tmp_path / "run").last_error).partition("episode: ")[2].partition(";")[0])
+    assert len([line for line in caplog.messages if re.fullmatch(f"test/OneOrTwo-v0, seed .*: {why}", line)]) == logged
+
+
+class NoEval:
+    """Scores training only."""
+
+    def __call__(self, trajectory: Trajectory) -> float | None:
+        return None if trajectory.episode_id.startswith("eval") else 1.0
+
+
+def test_what_only_an_evaluation_cannot_score_is_no_last_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "relax_gym")
+    name = f"python:{__name__}:NoEval"
+    run(trainer(tmp_path, half_a, reward=[{"name": name}], train={"steps": 1}, eval={"episodes": 2}))
+    assert [(r.levelname, r.message.partition(": ")[2]) for r in caplog.records] == [
+        ("INFO", f"reward {name}: returned None; a reward is one finite number")
+    ]
+    assert diagnose(tmp_path / "run").last_error is None
 
 
 def test_k74_an_unscored_episode_leaves_the_baseline_and_gets_advantage_0(tmp_path: Path) -> None:

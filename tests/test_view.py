@@ -179,6 +179,16 @@ def test_error_with_its_traceback() -> None:
     )
 
 
+def test_why_a_reward_could_not_score() -> None:
+    failures = {"brief": "KeyError: 'answer' (\x1b.py:21)"}
+    rewards = {"env": 0.5, "brief": None}
+    plain = render_episode(episode(reward=None, rewards=rewards, reward_failures=failures), None).plain
+    assert plain.endswith(
+        "stop env_done  reward unscored (env 0.5, brief unscored)\n"
+        "reward brief could not score it: KeyError: 'answer' (\\x1b.py:21)\n"
+    )
+
+
 def test_new_segment_is_marked() -> None:
     assert "[new segment: " in render_episode(episode(turns=[turn("a", "b", new_segment=True)]), TINY).plain
 

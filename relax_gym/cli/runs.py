@@ -174,7 +174,7 @@ def export(
 
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="The folder of a run, live or not. Default: the plugins.")
+        Path | None, typer.Argument(metavar="[RUN]", help="The folder of a run or evaluation. Default: the plugins.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ from relax_gym.config import read_toml
 from relax_gym.endpoint.statistics import in_short
 from relax_gym.errors import RunFolderError
 from relax_gym.media.files import MediaFolder
-from relax_gym.run_folder import append_line, keep_lines, read_lines, write_atomically
+from relax_gym.run_folder import RESULTS_FILE, append_line, keep_lines, read_lines, write_atomically
 
 KEPT_GIB = 4.0
 """Most GiB of media that are kept, for `relax-gym view --html`."""
@@ -54,7 +54,7 @@ class EvalFolder:
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write results.json."""
-        write_atomically(self.path / "results.json", (json.dumps(results, indent=2) + "\n").encode())
+        write_atomically(self.path / RESULTS_FILE, (json.dumps(results, indent=2) + "\n").encode())
 
     def close(self) -> None:
         """Wait for the media that are still being written. Idempotent."""
