@@ -82,6 +82,17 @@ def test_read_off_numbers_may_be_as_far_off_as_is_tolerated(
         assert env.step(text)[1] == float(right)
 
 
+@pytest.mark.parametrize(("bars", "most"), [(2, 0.38), (4, 0.27), (6, 0.27)])
+def test_a_limit_does_not_tell_how_many_are_above_it(bars: int, most: float) -> None:
+    env = make("ChartQuestion", questions=["above"], charts=["bar"], bars=bars, size=64)
+    answers = dict[str, Counter[str]]()
+    for seed in range(1500):
+        env.reset(seed=seed)
+        answers.setdefault(env.question.text, Counter())[env.expert_action()] += 1
+    assert sum(max(counted.values()) for counted in answers.values()) / 1500 < most
+    assert set().union(*answers.values()) == set(env.question.options)
+
+
 def test_pies_are_asked_only_what_they_show() -> None:
     env = make("ChartQuestion", questions=["value", "above"], size=64)
     kinds = Counter[str]()

@@ -81,6 +81,32 @@ def test_em_and_f1_agree_with_squads_own_evaluation(action: str, answer: Any, em
     assert max(squad_f1(action, item) for item in allowed) == pytest.approx(f1, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("action", "answer", "expected"),
+    [
+        ("A", "A", 1.0),
+        ("a.", "A", 1.0),
+        ("(A)", "a", 1.0),
+        ("", "A", 0.0),
+        ("the", "A", 0.0),
+        ("!!!", "a", 0.0),
+        ("B", "A", 0.0),
+        ("the", "The", 1.0),
+        ("+", "+", 1.0),
+        ("", "+", 0.0),
+        ("-", "+", 0.0),
+        ("the", ["A", "Denver"], 0.0),
+        ("the Denver", ["A", "Denver"], 1.0),
+        ("the", ["A", ""], 1.0),
+    ],
+)
+def test_a_reference_of_articles_and_punctuation_only_is_taken_as_it_is(
+    action: str, answer: Any, expected: float
+) -> None:
+    finished = episode("something else", action, answer=answer)
+    assert (EM()(finished), F1()(finished)) == (expected, expected)
+
+
 # --- what they all refuse --------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,36 @@ from relax_gym_rewards.numeric import Numeric
         ("1 MW", "1 mW", 0.0, 0.0),
         ("1 inch", "2.54 cm", 1.0, 1.0),
         ("1 lb", "0.45359237 kg", 1.0, 1.0),
+        ("5 inches", "12.7 cm", 1.0, 1.0),
+        ("10 km/hr", "10 km/h", 1.0, 1.0),
+        ("5 KM", "5 km", 1.0, 1.0),
+        ("5 Kg", "5 kg", 1.0, 1.0),
+        ("5 mL", "5 ml", 1.0, 1.0),
+        ("5 L", "5000 ml", 1.0, 1.0),
+        ("5 mls", "5 ml", 1.0, 1.0),
+        ("5 kms", "5000 m", 1.0, 1.0),
+        ("5 lbs", "5 lb", 1.0, 1.0),
+        ("5 Mins", "300 s", 1.0, 1.0),
+        ("5 MINUTES", "300 s", 1.0, 1.0),
+        ("5 T", "5 kg", 1.0, 0.0),
+        ("5 T", "5000 kg", 0.0, 0.0),
+        ("5 H", "300 min", 0.0, 0.0),
+        ("5 Ns", "5 ns", 1.0, 0.0),
+        ("**5 km**", "5 km", 1.0, 1.0),
+        ("*5 km* or so", "5 km", 1.0, 1.0),
+        ("5 km.", "5 km", 1.0, 1.0),
+        ("<answer>5 km</answer>", "5 km", 1.0, 1.0),
+        ("35.28 km/h", "9.8 m/s²", 0.0, None),
+        ("9.8 m/s^2", "9.8 m/s", 1.0, 0.0),
+        ("9.8 m/s/s", "9.8 m/s", 1.0, 0.0),
+        (r"9.8\text{ m}/\text{s}^2", "9.8 m", 1.0, 0.0),
+        ("5 kg·m/s", "5 kg", 1.0, 0.0),
+        ("5 N·m", "5 N", 1.0, 0.0),
+        ("5 N*m", "5 N", 1.0, 0.0),
+        ("5 N * m", "5 N", 1.0, 0.0),
+        (r"5 N\cdot m", "5 N", 1.0, 0.0),
+        ("5 m2", "5 m", 1.0, 0.0),
+        ("5 metres per second", "5 m", 1.0, 0.0),
         ("5%", "5 km", 0.0, 0.0),
         ("5 km, no: 6 km", "5 km", 0.0, 0.0),
         ("6 km, no: 5 km", "5 km", 1.0, 1.0),
@@ -54,10 +84,14 @@ from relax_gym_rewards.numeric import Numeric
         ("5 " + "k" * 100_000, "5 km", 1.0, 0.0),
     ],
 )
-def test_units(action: str, answer: Any, optional: float, required: float) -> None:
+def test_units(action: str, answer: Any, optional: float, required: float | None) -> None:
     finished = episode("something else", action, answer=answer)
-    scores = tuple(Numeric(units=units)(finished) for units in ("optional", "required"))
-    assert scores == (optional, required)
+    assert Numeric(units="optional")(finished) == optional
+    if required is None:
+        with pytest.raises(RewardError, match="with no unit of its table"):
+            Numeric(units="required")(finished)
+    else:
+        assert Numeric(units="required")(finished) == required
 
 
 def test_units_are_ignored_unless_asked_for_and_where_the_reference_has_none() -> None:

@@ -72,12 +72,18 @@ class Chart:
             pen.text((0.77 * size, y + 0.02 * size), label, fill=(20, 20, 20), font=font, anchor="lm")
 
 
-def draw_chart(rng: random.Random, kind: str, bars: int) -> Chart:
-    """A chart of `bars` numbers."""
-    values = tuple(STEP * value for value in rng.sample(range(1, TOP // STEP + 1), bars))
+def draw_chart(rng: random.Random, kind: str, bars: int, limit: int | None = None) -> Chart:
+    """A chart of `bars` numbers. With a `limit` each number of them that may be above it is equally likely."""
+    levels = range(STEP, TOP + 1, STEP)
+    if limit is None:
+        values = rng.sample(levels, bars)
+    else:
+        low, high = [v for v in levels if v <= limit], [v for v in levels if v > limit]
+        above = rng.randint(max(0, bars - len(low)), min(bars, len(high)))
+        values = rng.sample([*rng.sample(low, bars - above), *rng.sample(high, above)], bars)
     return Chart(
         kind=kind,
         labels=tuple(rng.sample(LABELS, bars)),
-        values=values,
+        values=tuple(values),
         colours=tuple(rng.sample(list(COLOURS), bars)),
     )

@@ -14,6 +14,9 @@ QUESTIONS = ("highest", "lowest", "value", "colour", "above", "difference")
 SCALED = ("value", "above", "difference")
 """Questions that need a scale, which a pie does not have."""
 
+LIMITS = range(35, 76, STEP)
+"""What is asked to be above: with few levels on one side the limit would tell the answer."""
+
 LEVELS = tuple(str(level) for level in range(STEP, TOP + 1, STEP))
 
 
@@ -66,9 +69,12 @@ class ChartQuestion(Quiz):
 
     def _ask(self) -> tuple[list[Part], Question]:
         if self.same_chart and self.asked:
-            return [], self._about(self.chart)
-        self.chart = draw_chart(self.rng, self.rng.choice(self.charts), self.bars)
-        question = self._about(self.chart)
+            kind = self.rng.choice(self._askable(self.chart.kind))
+            return [], self._about(self.chart, kind, self.rng.choice(LIMITS))
+        drawn, limit = self.rng.choice(self.charts), self.rng.choice(LIMITS)
+        kind = self.rng.choice(self._askable(drawn))
+        self.chart = draw_chart(self.rng, drawn, self.bars, limit if kind == "above" else None)
+        question = self._about(self.chart, kind, limit)
 
         def another(rng: random.Random) -> Chart:
             return draw_chart(rng, self.chart.kind, self.bars)
@@ -76,8 +82,7 @@ class ChartQuestion(Quiz):
         shown = self._shown(self.chart, another)
         return [{"type": "image", "image": shown.draw(self.size)}], question
 
-    def _about(self, chart: Chart) -> Question:
-        kind = self.rng.choice(self._askable(chart.kind))
+    def _about(self, chart: Chart, kind: str, limit: int) -> Question:
         number, second = self.rng.sample(range(self.bars), 2)
         label, value, colour = chart.labels[number], chart.values[number], chart.colours[number]
         if kind == "value":
@@ -90,7 +95,6 @@ class ChartQuestion(Quiz):
             text, options = f"Which colour is {label}?", tuple(COLOURS)
             return Question(text=text, terse=f"{label} colour?", answer=colour, options=options)
         if kind == "above":
-            limit = self.rng.choice(range(STEP, TOP, STEP)) + STEP // 2
             answer, options = str(sum(v > limit for v in chart.values)), tuple(str(n) for n in range(self.bars + 1))
             return Question(
                 text=f"How many are above {limit}?", terse=f"above {limit}?", answer=answer, options=options

@@ -10,9 +10,22 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
-def words(text: str) -> list[str]:
-    """The words of an answer that count."""
+def compared(given: str, expected: str) -> tuple[list[str], list[str]]:
+    """The words of an answer and a reference that count: articles and punctuation do if a reference is nothing else."""
+    normalise = next((rule for rule in (_words, _with_articles, _with_punctuation) if rule(expected)), _words)
+    return normalise(given), normalise(expected)
+
+
+def _words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+
+
+def _with_articles(text: str) -> list[str]:
+    return text.lower().translate(_NO_PUNCTUATION).split()
+
+
+def _with_punctuation(text: str) -> list[str]:
+    return text.lower().split()
 
 
 def overlap_f1(given: list[str], expected: list[str]) -> float:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 LENGTH = {"nm": 1e-9, "um": 1e-6, "µm": 1e-6, "mm": 1e-3, "cm": 1e-2, "dm": 0.1, "m": 1.0, "km": 1e3}
-LENGTH |= {"inch": 0.0254, "ft": 0.3048, "foot": 0.3048, "feet": 0.3048, "yd": 0.9144, "yard": 0.9144}
+LENGTH |= {"inch": 0.0254, "inches": 0.0254, "ft": 0.3048, "foot": 0.3048, "feet": 0.3048, "yd": 0.9144, "yard": 0.9144}
 LENGTH |= {"mile": 1609.344, "mi": 1609.344, "meter": 1.0, "metre": 1.0, "kilometer": 1e3, "kilometre": 1e3}
 LENGTH |= {"centimeter": 1e-2, "centimetre": 1e-2, "millimeter": 1e-3, "millimetre": 1e-3}
 AREA = {"mm²": 1e-6, "cm²": 1e-4, "m²": 1.0, "km²": 1e6, "ha": 1e4, "hectare": 1e4, "acre": 4046.8564224}
@@ -15,7 +15,7 @@ MASS = {"ug": 1e-9, "µg": 1e-9, "mg": 1e-6, "g": 1e-3, "kg": 1.0, "t": 1e3, "gr
 MASS |= {"lb": 0.45359237, "pound": 0.45359237, "oz": 0.028349523125, "ounce": 0.028349523125}
 TIME = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "second": 1.0, "min": 60.0}
 TIME |= {"minute": 60.0, "h": 3600.0, "hr": 3600.0, "hour": 3600.0, "day": 86400.0, "week": 604800.0}
-SPEED = {"m/s": 1.0, "km/s": 1e3, "km/h": 1 / 3.6, "kph": 1 / 3.6, "mph": 0.44704, "ft/s": 0.3048}
+SPEED = {"m/s": 1.0, "km/s": 1e3, "km/h": 1 / 3.6, "km/hr": 1 / 3.6, "kph": 1 / 3.6, "mph": 0.44704, "ft/s": 0.3048}
 FORCE = {"N": 1.0, "kN": 1e3, "newton": 1.0}
 ENERGY = {
     "J": 1.0,
@@ -64,12 +64,17 @@ KINDS: Mapping[str, Mapping[str, float]] = {
     "data": DATA,
 }
 UNITS = {unit: (kind, factor) for kind, table in KINDS.items() for unit, factor in table.items()}
-SPELLED = {unit.casefold(): unit for unit in UNITS if len(unit) > 3} | {"l": "l", "ml": "ml"}
+_ANY_CASE = {"km", "cm", "ft", "yd", "km²", "cm²", "cm³", "ml", "cl", "dl", "l", "kg", "lb", "oz", "kph", "mph"}
+_ANY_CASE |= {"sec", "min", "hr", "day", "bar", "amp", "ohm", "atm", "mol", "deg", "rad", "bit"}
+SPELLED = {unit.casefold(): unit for unit in UNITS if len(unit) > 3 or unit in _ANY_CASE}
+"""Units in any case: words and what is taken for nothing else, while T is no tonne and H no hour."""
 _POWERS = (("^{2}", "²"), ("^{3}", "³"), ("^2", "²"), ("^3", "³"))
 _DEGREES = (("^{\\circ}", "°"), ("^\\circ", "°"), ("\\circ", "°"), ("º", "°"), ("°$", "°"), ("° ", "°"))
 _WRITTEN = re.compile(
     r"(?:\\[ ,;]|[~\s]){0,3}(?:\\(?:text|mathrm)\{\s?)?(°?[A-Za-zµΩ]{1,12}[²³]?(?:/[A-Za-z]{1,3})?|°)"
 )
+_GOES_ON = re.compile(r"\}?\s?(?:[²³⁴⁻^/·⋅×]|\\cdot|\\times)|[0-9_]|\*\w| \* \w|\s+per\s")
+"""What stands behind the first part of a unit that is not in the table, as in "m/s²" and "N·m"."""
 
 
 def tidy(text: str) -> str:
@@ -82,14 +87,11 @@ def tidy(text: str) -> str:
 def unit_at(text: str, start: int) -> str | None:
     """The unit of the table that is written at `start` of a tidy text: "Hours" counts; None when it is no such unit."""
     written = _WRITTEN.match(text, start)
-    if written is None:
+    if written is None or _GOES_ON.match(text, written.end()):
         return None
     word = written[1]
     small = word.casefold()
-    for candidate in (word, small, small.removesuffix("s")):
-        if candidate in UNITS or candidate in SPELLED:
-            return candidate if candidate in UNITS else SPELLED[candidate]
-    return None
+    return word if word in UNITS else SPELLED.get(small, SPELLED.get(small.removesuffix("s")))
 
 
 def converted(value: float, unit: str, target: str) -> float | None:

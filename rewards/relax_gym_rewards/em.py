@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from relax_gym.types import Trajectory
 from relax_gym_rewards._answers import answer_text, references, stated_answer
-from relax_gym_rewards._squad import words
+from relax_gym_rewards._squad import compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,5 +20,5 @@ class EM:
 
     def __call__(self, trajectory: Trajectory, /) -> float:
         allowed = references(trajectory, self.field, "em")
-        given = words(stated_answer(answer_text(trajectory)))
-        return float(any(given == words(item) for item in allowed))
+        answer = stated_answer(answer_text(trajectory))
+        return float(any(given == expected for given, expected in (compared(answer, item) for item in allowed)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from relax_gym.types import Trajectory
 from relax_gym_rewards._answers import answer_text, references, stated_answer
-from relax_gym_rewards._squad import overlap_f1, words
+from relax_gym_rewards._squad import compared, overlap_f1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,5 +20,5 @@ class F1:
 
     def __call__(self, trajectory: Trajectory, /) -> float:
         allowed = references(trajectory, self.field, "f1")
-        given = words(stated_answer(answer_text(trajectory)))
-        return max(overlap_f1(given, words(item)) for item in allowed)
+        answer = stated_answer(answer_text(trajectory))
+        return max(overlap_f1(*compared(answer, item)) for item in allowed)

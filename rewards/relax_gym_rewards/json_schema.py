@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from relax_gym.errors import RewardError
@@ -34,13 +36,13 @@ class JsonSchema:
         if len(text) > self.max_characters:
             return 0.0
         try:
-            value = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+            value = json.loads(text, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=_unique)
             return float(checker.is_valid(value))
         except self._unresolvable as error:
             raise RewardError(
                 f"json_schema: the schema refers to {error.ref!r}, which is not in it; put it under $defs"
             ) from error
-        except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or nested too deep
+        except (ValueError, ArithmeticError, RecursionError):  # no JSON, numbers too large, or nested too deep
             return 0.0
 
 
@@ -65,7 +67,12 @@ def validator(schema: Any) -> Any:
         if wanted and isinstance(instance, list) and len(set(map(_canonical, instance))) != len(instance):
             yield jsonschema.ValidationError("items are not unique")
 
+    def multiple_of(owner: Any, step: Any, instance: Any, _: Any) -> Iterator[Any]:
+        if owner.is_type(instance, "number") and Fraction(str(instance)) % Fraction(str(step)):
+            yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {step}")
+
     keywords = {"pattern": pattern, "patternProperties": pattern_properties, "uniqueItems": unique_items}
+    keywords["multipleOf"] = multiple_of
     bounded = jsonschema.validators.extend(jsonschema.Draft202012Validator, keywords)
     try:
         bounded.check_schema(schema)
@@ -99,6 +106,11 @@ def _json_part(text: str) -> str:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -56,10 +56,8 @@ class Numeric:
     def _right(self, given: Measure, target: Measure) -> bool:
         if self.units != "ignore" and target.unit is not None:
             return self._measures(given, target, target.unit)
-        readings = {given.value}
-        if given.percent and not target.percent:
-            readings.add(100 * given.value)
-        return any(self._equal(value, target.value) for value in readings)
+        allowed = readings(given.value, given.percent and not target.percent)
+        return any(self._equal(value, target.value) for value in allowed)
 
     def _measures(self, given: Measure, target: Measure, unit: str) -> bool:
         if given.unit is None:
@@ -97,6 +95,11 @@ def first_number(text: str) -> tuple[float, bool] | None:
     """The first number in a text, as `last_number` gives the last."""
     found = NUMBER.search(text)
     return None if found is None else _value(found)
+
+
+def readings(value: float, percent: bool) -> tuple[float, ...]:
+    """What a number may stand for: with `percent` itself ("50%" for 0.5) and a hundred times itself (50)."""
+    return (value, 100 * value) if percent else (value,)
 
 
 def _value(found: re.Match[str]) -> tuple[float, bool]:
