@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import families
@@ -11,7 +14,9 @@ import torch
 from families import FAMILIES
 from media_kit import audio, converse, image, items, make, said, user, video
 
+from relax_gym.build import build_renderer
 from relax_gym.chat import ChatRenderer
+from relax_gym.config import parse_config
 from relax_gym.errors import MediaError, ModelError, TemplateError
 from relax_gym.media import Video
 from relax_gym.models import load_tokenizer
@@ -281,3 +286,25 @@ def test_a_video_of_too_many_tokens_loses_frames() -> None:
     assert processor.fitted(clip, tokens) is clip
     with pytest.raises(MediaError, match=r"one frame of <video 1 frames .* is 4 tokens, media.video_max_tokens = 3"):
         processor.fitted(clip, 3)
+
+
+# Templates --------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_template_that_only_the_processor_has_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(families.folder("qwen2_audio"), folder)
+    template = folder / "chat_template.jinja"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    assert not load_tokenizer(folder).chat_template
+    config = parse_config(
+        {
+            "model": {"name": str(folder)},
+            "env": [{"id": "relax_gym/GuessNumber-v0"}],
+            "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    shown = [user("hear ", make("audio", 0))]
+    own = families.renderer("qwen2_audio").conversation()
+    assert build_renderer(config, folder).conversation().observe(shown) == own.observe(shown)
