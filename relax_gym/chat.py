@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROMPT_END = 32
+"""Ids at the end of a prompt that tell whether it opens thinking."""
 _THINKING = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
@@ -132,8 +134,14 @@ class ChatRenderer:
             return text
         return without_thinking(text, opened=self.template.opens_thinking if opened is None else opened)
 
-    def encode_answer(self, text: str) -> tuple[int, ...]:
-        """An expert's answer as the ids a policy would sample: the text and the id that ends the turn."""
+    def encode_answer(self, text: str, prompt_ids: Sequence[int] = ()) -> tuple[int, ...]:
+        """An expert's answer as the ids a policy would sample: the text and the id that ends the turn.
+
+        Thinking that is open at the end of the prompt is closed first, unless the text does it.
+        """
+        opened = OPENED_THINKING.search(self.template.decode(prompt_ids[-PROMPT_END:]))
+        if opened and "</think>" not in text:
+            text = "\n</think>\n\n" + text
         return (*self.template.encode(self.template.answer_lead + text), *self._stop_token_ids[:1])
 
     def report(self) -> TemplateReport:
