@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,48 @@ def test_k57_equal_items_are_processed_once() -> None:
     assert processor.features(image(1)) is processor.features(image(1))
     assert processor.features(image(1)) is not processor.features(image(2))
     assert image(1).digest == image(1).digest != image(2).digest
+
+
+def test_only_large_tensors_are_dropped_while_an_item_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = MediaProcessor(families.processor("qwen3_vl").processor, cache_bytes=0)
+    process, processed = processor._process, []
+    monkeypatch.setattr(processor, "_process", lambda media: processed.append(media) or process(media))
+    renderer = ChatRenderer(load_tokenizer(families.folder("qwen3_vl")), processor=processor)
+    shown = [image(seed) for seed in range(3)]
+    conversations = [converse(renderer, [user("see ", *shown), said("well")]) for _ in range(2)]
+    assert processed == shown
+    ids = np.array(conversations[0].token_ids)
+    positions = processor.positions(families.model("qwen3_vl"), ids, shown)
+    assert processed == shown
+    kept = families.processor("qwen3_vl")
+    assert np.array_equal(positions, kept.positions(families.model("qwen3_vl"), ids, shown))
+    assert torch.equal(processor.inputs(shown)["pixel_values"], kept.inputs(shown)["pixel_values"])
+    assert processed == [*shown, *shown]
+
+
+def test_what_is_known_does_not_wait_for_what_is_processed() -> None:
+    processor = MediaProcessor(families.processor("qwen3_vl").processor)
+    known, inner = image(1), processor.processor
+    text = processor.features(known).text
+    begun, read = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            begun.set()
+            assert read.wait(60)
+            return inner(*args, **kwargs)
+
+    processor.processor = Slow()
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(processor.features, image(2))
+        begun.wait()
+        assert processor.expand(processor.tokens["image"], [known]) == text
+        assert processor.features(known).text == text
+        read.set()
+        assert other.result().placeholders
 
 
 @pytest.mark.parametrize("name", FAMILIES)
