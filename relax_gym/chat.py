@@ -268,9 +268,10 @@ class Conversation:
     def _text(self, messages: Sequence[Message], first: bool) -> tuple[str, bool]:
         if self._transcript is not None:
             return self._transcript.observe(messages)
-        if first:
-            return self._template.render(messages, self._tools), False
-        return self._template.continuation(messages, self._tools), False
+        render = functools.partial(self._template.render if first else self._template.continuation, tools=self._tools)
+        text = render(messages)
+        self._template.check_shown(messages, text, render)
+        return text, False
 
 
 def without_thinking(text: str, *, opened: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from media_kit import audio, converse, image, items, make, said, user, video
 
 from relax_gym.build import build_renderer
 from relax_gym.chat import ChatRenderer
-from relax_gym.config import parse_config
+from relax_gym.config import ChatConfig, parse_config
 from relax_gym.errors import MediaError, ModelError, TemplateError
 from relax_gym.media import Video
 from relax_gym.models import load_tokenizer
@@ -352,3 +353,20 @@ def test_a_chat_template_that_only_the_processor_has_is_found(tmp_path: Path) ->
     shown = [user("hear ", make("audio", 0))]
     own = families.renderer("qwen2_audio").conversation()
     assert build_renderer(config, folder).conversation().observe(shown) == own.observe(shown)
+
+
+def test_media_that_a_template_numbers_are_numbered_over_all_turns() -> None:
+    template = (
+        "{% set ns = namespace(seen=0) %}{% for m in messages %}<|im_start|>{{ m.role }}: {% if m.content is string %}"
+        "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+        "{% set ns.seen = ns.seen + 1 %}Picture {{ ns.seen }}: "
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    tokenizer, processor = load_tokenizer(families.folder("qwen3_vl")), families.processor("qwen3_vl")
+    renderer = ChatRenderer(tokenizer, ChatConfig(template=template), processor=processor)
+    messages = [user(image(0), image(1)), said("two"), user(image(2), "?"), said("three"), user(image(3)), said("four")]
+    conversation = converse(renderer, messages)
+    text = renderer.decode(conversation.token_ids)
+    assert [int(number) for number in re.findall(r"Picture (\d)", text)] == [1, 2, 3, 4]
+    assert conversation.new_segments == 0
