@@ -26,7 +26,7 @@ class Actor(Session):
         self, prompt_ids: Sequence[int], params: SamplingParams, media: Sequence[Placed] = ()
     ) -> Completion:
         """The answer, however long."""
-        ids = self._renderer.encode_answer(await self._act())
+        ids = self._renderer.encode_answer(await self._act(), prompt_ids)
         return Completion(
             token_ids=ids, logprobs=(0.0,) * len(ids), versions=(0,) * len(ids), finish_reason=FinishReason.STOP
         )

@@ -114,14 +114,16 @@ def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
 
 
 def build_renderer(config: RunConfig, model_path: Path) -> ChatRenderer:
-    """The model's tokenizer with the chat template of the config, every id that ends a turn, and its processor."""
+    """The model's tokenizer with the chat template of the config, every id that ends a turn, and its processor.
+
+    Some models have their chat template with the processor only.
+    """
     trust = config.model.trust_remote_code
-    return ChatRenderer(
-        load_tokenizer(model_path, trust_remote_code=trust),
-        config.chat,
-        extra_stop_token_ids=_generation_stops(model_path),
-        processor=MediaProcessor.load(model_path, config.media, trust_remote_code=trust),
-    )
+    tokenizer = load_tokenizer(model_path, trust_remote_code=trust)
+    processor = MediaProcessor.load(model_path, config.media, trust_remote_code=trust)
+    if processor is not None and not tokenizer.chat_template:
+        tokenizer.chat_template = processor.processor.chat_template
+    return ChatRenderer(tokenizer, config.chat, extra_stop_token_ids=_generation_stops(model_path), processor=processor)
 
 
 def build_learner(context: RunContext) -> Learner:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROMPT_END = 32
+"""Ids at the end of a prompt that tell whether it opens thinking."""
 _THINKING = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
@@ -132,8 +134,14 @@ class ChatRenderer:
             return text
         return without_thinking(text, opened=self.template.opens_thinking if opened is None else opened)
 
-    def encode_answer(self, text: str) -> tuple[int, ...]:
-        """An expert's answer as the ids a policy would sample: the text and the id that ends the turn."""
+    def encode_answer(self, text: str, prompt_ids: Sequence[int] = ()) -> tuple[int, ...]:
+        """An expert's answer as the ids a policy would sample: the text and the id that ends the turn.
+
+        Thinking that is open at the end of the prompt is closed first, unless the text does it.
+        """
+        opened = OPENED_THINKING.search(self.template.decode(prompt_ids[-PROMPT_END:]))
+        if opened and "</think>" not in text:
+            text = "\n</think>\n\n" + text
         return (*self.template.encode(self.template.answer_lead + text), *self._stop_token_ids[:1])
 
     def report(self) -> TemplateReport:
@@ -260,9 +268,10 @@ class Conversation:
     def _text(self, messages: Sequence[Message], first: bool) -> tuple[str, bool]:
         if self._transcript is not None:
             return self._transcript.observe(messages)
-        if first:
-            return self._template.render(messages, self._tools), False
-        return self._template.continuation(messages, self._tools), False
+        render = functools.partial(self._template.render if first else self._template.continuation, tools=self._tools)
+        text = render(messages)
+        self._template.check_shown(messages, text, render)
+        return text, False
 
 
 def without_thinking(text: str, *, opened: bool) -> str:

@@ -60,6 +60,28 @@ def squash(text: str) -> str:
     return "".join(text.split())
 
 
+def common_prefix(first: str, second: str) -> str:
+    """What two texts begin with."""
+    length = next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    return min(first, second, key=len) if length is None else first[:length]
+
+
+def unseen(messages: Sequence[Message], text: str) -> list[int]:
+    """Which system and user messages, in a dialect, have text that is not in `text`, white space aside."""
+    seen, missing = squash(text), []
+    for index, message in enumerate(messages):
+        content = message["content"] if message["role"] in ("system", "user") else ""
+        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        if not all(squash(part) in seen for part in parts):
+            missing.append(index)
+    return missing
+
+
+def roles(messages: Sequence[Message]) -> str:
+    """The roles of messages, for people."""
+    return ", ".join(str(message["role"]) for message in messages) or "none"
+
+
 def content_text(message: Message) -> str:
     """The content of a message as text, media as marks; "" when it has none.
 
@@ -97,7 +119,7 @@ def describe_tools(tools: Sequence[Tool]) -> str:
 def adapt(messages: Sequence[Message], dialect: Dialect, *, preamble: str = "", name: str) -> list[Message]:
     """Messages, their content as `content_text` gives it, in a template's dialect.
 
-    `preamble` is appended to the system message (made if there is none).
+    `preamble` is appended to the system message (made if there is none). System messages in a row become one.
 
     Raises:
         TemplateError: the template named `name` would drop tool results or tool calls.
@@ -107,6 +129,7 @@ def adapt(messages: Sequence[Message], dialect: Dialect, *, preamble: str = "", 
         out = _with_preamble(out, preamble)
     if dialect.tool_role == "user":
         out = _tools_as_user(out)
+    out = _join_systems(out)
     if not dialect.supports_system:
         out = _fold_system(out)
     return [_in_dialect(message, dialect, name) for message in out]
@@ -117,6 +140,17 @@ def _with_preamble(messages: list[Message], preamble: str) -> list[Message]:
         first = messages[0]
         return [{**first, "content": _join(first["content"], preamble)}, *messages[1:]]
     return [{"role": "system", "content": preamble}, *messages]
+
+
+def _join_systems(messages: list[Message]) -> list[Message]:
+    """System messages in a row as one, as some templates show only one of them."""
+    out: list[Message] = []
+    for message in messages:
+        if out and out[-1]["role"] == message["role"] == "system":
+            previous = out.pop()
+            message = {**previous, "content": _join(previous["content"], message["content"])}
+        out.append(message)
+    return out
 
 
 def _tools_as_user(messages: list[Message]) -> list[Message]:
@@ -203,4 +237,12 @@ def dropped(what: str, name: str) -> str:
     return (
         f'the chat template of {name} does not show {what}; set chat.tool_role = "user" to have tools, calls and '
         "results written as plain messages, or give another template in chat.template"
+    )
+
+
+def hidden(messages: Sequence[Message], role: str, name: str) -> str:
+    """The message of the error for one of these messages that a template does not show."""
+    return (
+        f"the chat template of {name} drops a {role} message (roles: {roles(messages)}); change what the environment "
+        "returns to what the template shows, or give another template in chat.template"
     )

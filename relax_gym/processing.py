@@ -1,7 +1,8 @@
 """Images, sounds and videos as a model reads them: what stands for each in the prompt, and the tensors behind it.
 
-A Hugging Face processor is asked for one item at a time, so an item costs the same in whatever turn it comes, is
-processed once for all episodes that see it, and means the same to the sampler and to the learner.
+A Hugging Face processor is asked for one item at a time, so an item costs the same in whatever turn it comes, and means
+the same to the sampler and to the learner. What it stands for in prompts is kept while the item lives, its tensors as
+far as there is room.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from relax_gym.config import MediaConfig
 from relax_gym.errors import MediaError, ModelError, TemplateError
+from relax_gym.features import LARGE, FeatureCache, Features
 from relax_gym.media.items import KINDS, Audio, Image, Kind, Media, Video
 from relax_gym.models import load_processor
 from relax_gym.types import Placed
@@ -57,26 +57,6 @@ MERGED = {
 """The model inputs that are known to be put together by padding and concatenation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Features:
-    """One item as a model reads it.
-
-    Attributes:
-        text: what stands in the prompt instead of the one placeholder that a chat template writes.
-        placeholders: how many tokens of it the model replaces by what its encoder makes of the item.
-        tensors: the encoder's inputs under the names of the model's arguments.
-    """
-
-    text: str
-    placeholders: int
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
 class MediaProcessor:
     """A Hugging Face processor as a function of single items. Threads may share it.
 
@@ -84,7 +64,7 @@ class MediaProcessor:
         processor: the model's processor.
         kwargs: more arguments of its call, such as `{"images_kwargs": {...}}`.
         sound_in_video: whether sound tracks of videos are heard, interleaved with the frames.
-        cache_bytes: how much of what was processed last is kept.
+        cache_bytes: how many bytes of tensors of what was used last are kept.
     """
 
     def __init__(
@@ -98,8 +78,7 @@ class MediaProcessor:
         self.processor: Any = processor
         self._kwargs = dict(kwargs or {})
         self._sound_in_video = sound_in_video
-        self._cache_bytes, self._cached_bytes = cache_bytes, 0
-        self._cache: OrderedDict[str, Features] = OrderedDict()
+        self._cache = FeatureCache(cache_bytes)
         self._lock = threading.Lock()
         tokens = {kind: getattr(processor, f"{kind}_token", None) for kind in KINDS}
         self.tokens: dict[Kind, str] = {kind: token for kind, token in tokens.items() if token is not None}
@@ -108,8 +87,8 @@ class MediaProcessor:
         self._pattern = re.compile("|".join(f"(?P<{kind}>{re.escape(token)})" for kind, token in self.tokens.items()))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is kept and the lock; what another process is sent."""
-        return self.__dict__ | {"_cache": OrderedDict(), "_cached_bytes": 0, "_lock": None}
+        """Without the lock; what another process is sent."""
+        return self.__dict__ | {"_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """See `__getstate__`."""
@@ -141,23 +120,30 @@ class MediaProcessor:
         Raises:
             MediaError: the model does not read such items, or its processor refuses this one.
         """
-        with self._lock:  # the tokenizer inside the processor must not be used by two threads at once
-            if (known := self._cache.get(media.digest)) is not None:
-                self._cache.move_to_end(media.digest)
-                return known
-            made = self._cache[media.digest] = self._process(media)
-            self._cached_bytes += made.nbytes
-            while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
-                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
-            return made
+        known = self._cache.whole(media)
+        if known is None:
+            with self._lock:  # the tokenizer inside the processor must not be used by two threads at once
+                known = self._cache.whole(media)
+                if known is None:
+                    known = self._process(media)
+                    self._cache.keep(media, known)
+        return known
+
+    def outline(self, media: Media) -> Features:
+        """The same, but large tensors may be missing. Once made, they are known as long as the item lives.
+
+        Raises:
+            MediaError: as `features`.
+        """
+        return self._cache.outline(media) or self.features(media)
 
     def fitted(self, media: Media, max_tokens: int | None = None) -> Media:
-        """The item, or as much of a video as stands for at most `max_tokens` tokens. Its features are made here.
+        """The item, or as much of a video as stands for at most `max_tokens` tokens. Its outline is made here.
 
         Raises:
             MediaError: not even one frame fits; and as `features`.
         """
-        tokens = self.features(media).placeholders
+        tokens = self.outline(media).placeholders
         if not isinstance(media, Video) or max_tokens is None or tokens <= max_tokens:
             return media
         if len(media.frames) == 1:
@@ -277,7 +263,7 @@ class MediaProcessor:
             )
         pieces, last = [], 0
         for match, item in zip(found, media, strict=True):
-            pieces += [text[last : match.start()], self.features(item).text]
+            pieces += [text[last : match.start()], self.outline(item).text]
             last = match.end()
         return "".join([*pieces, text[last:]])
 
@@ -288,7 +274,7 @@ class MediaProcessor:
             MediaError: the ids do not hold as many placeholders as the items have.
         """
         where = np.flatnonzero(np.isin(np.asarray(ids), self.placeholder_ids))
-        counts = [self.features(item).placeholders for item in media]
+        counts = [self.outline(item).placeholders for item in media]
         if sum(counts) != len(where):
             raise MediaError(
                 f"{len(where)} placeholder tokens for {len(media)} items that need {sum(counts)}; image, video and "
@@ -306,9 +292,11 @@ class MediaProcessor:
     def inputs(self, media: Sequence[Media], names: Container[str] | None = None) -> dict[str, Tensor]:
         """The model's arguments (those of some names, if given) for items in the order of their placeholders, row after
         row of a batch."""
+        small = names is not None and not any(name in names for name in LARGE)
+        read = self.outline if small else self.features
         parts: dict[str, list[Tensor]] = {}
         for item in media:
-            for key, tensor in self.features(item).tensors.items():
+            for key, tensor in read(item).tensors.items():
                 if names is None or key in names:
                     parts.setdefault(key, []).append(tensor)
         return {key: _join(key, tensors) for key, tensors in parts.items()}
@@ -355,7 +343,7 @@ class MediaProcessor:
         yield ids[start:], media[first:]
 
     def _heard(self, media: Media) -> bool:
-        return isinstance(media, Video) and "input_features" in self.features(media).tensors
+        return isinstance(media, Video) and "feature_attention_mask" in self.outline(media).tensors
 
     def _axes(
         self, model: PreTrainedModel, ids: NDArray[np.integer[Any]], media: Sequence[Media]

@@ -6,15 +6,16 @@ Nothing is assumed about a template. It is asked: sentinels are rendered, and wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from relax_gym.errors import TemplateError
 from relax_gym.media.items import Kind
-from relax_gym.messages import Dialect, adapt, check_media, content_text, squash
+from relax_gym.messages import Dialect, adapt, check_media, common_prefix, content_text, hidden, roles, squash, unseen
 from relax_gym.types import Message, Tool
 
 if TYPE_CHECKING:
@@ -132,10 +133,9 @@ class ChatTemplate:
                 )
             )
         except Exception as error:  # A template is a program of a third party: it can raise anything.
-            roles = ", ".join(str(message["role"]) for message in messages) or "none"
             raise TemplateError(
-                f"the chat template of {self.name} refuses these messages (roles: {roles}): {error}. Change what the "
-                "environment returns to what the template allows, or give another template in chat.template"
+                f"the chat template of {self.name} refuses these messages (roles: {roles(messages)}): {error}. Change "
+                "what the environment returns to what the template allows, or give another template in chat.template"
             ) from error
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
@@ -151,11 +151,25 @@ class ChatTemplate:
             )
         return text
 
+    def check_shown(
+        self, messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str], past: int = 0
+    ) -> None:
+        """Raise TemplateError when a system or user message is not in `text`, which `render` has made of the messages.
+
+        Another text in its place tells whether the template shows it, as it may change what a message says. The first
+        `past` messages are earlier turns: a template may forget all of them but system messages.
+        """
+        for index in unseen(messages, text):
+            role = messages[index]["role"]
+            probe = [*messages[:index], *self._say(**{role: VALUE}), *messages[index + 1 :]]
+            if (index >= past or role == "system") and VALUE not in render(probe):
+                raise TemplateError(hidden(messages, role, self.name))
+
     def adapt(self, messages: Sequence[Message], preamble: str = "") -> list[Message]:
         """Messages as this template wants them; `preamble` becomes part of the system message.
 
         Raises:
-            TemplateError: the template would silently drop some of them, or the model does not read their media.
+            TemplateError: the template does not show such messages, or the model does not read their media.
         """
         check_media(messages, frozenset(self._media))
         flat: list[Message] = [{**message, "content": content_text(message)} for message in messages]
@@ -254,6 +268,9 @@ class ChatTemplate:
             result = self.adapt([{"role": "tool", "name": NAME, "content": "A result."}])
             yield ask, result, result
             yield ask, result, go_on
+        for kind in self._media:  # Some templates number them.
+            shown = self.adapt([{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "What is it?"}]}])
+            yield shown, shown
 
     def _probe_dialect(self) -> Dialect:
         forms: list[Literal["string", "parts"]] = ["string", "parts"]
@@ -300,7 +317,7 @@ class ChatTemplate:
         except TemplateError:
             head = tail = following = ""  # Good for one turn only: a second one is refused when it comes.
         added = self.tokenizer.added_tokens_decoder
-        tail_ids = self.encode(_common_prefix(tail, following))
+        tail_ids = self.encode(common_prefix(tail, following))
         self.turn_end_at = next((index for index, id in enumerate(tail_ids) if id in added), 0)
         self.turn_end_id = next((id for id in tail_ids if id in added), None)
         prompt = self.render(messages[:1])
@@ -328,13 +345,16 @@ class Transcript:
         Raises:
             TemplateError: the template refuses the messages; the transcript is as before.
         """
-        if not self._history:
-            history, text, rewritten = list(messages), self._template.render(messages, self._tools), False
+        past = [*self._history, self._template.answer(self._answer)] if self._history else []
+        following = self._following(messages) if past else None
+        history, rewritten = [*past, *messages], bool(past) and following is None
+        if following is None:
+            render = partial(self._template.render, tools=self._tools)
+            text = render(history)
+            self._template.check_shown(history, text, render, past=len(past))
         else:
-            history = [*self._history, self._template.answer(self._answer), *messages]
-            following = self._following(messages)
-            rewritten = following is None
-            text = self._template.render(history, self._tools) if following is None else following
+            text = following
+            self._template.check_shown(messages, text, partial(self._template.continuation, tools=self._tools))
         opened = OPENED_THINKING.search(text)
         self._opened = opened.group() if opened else ""
         self._seen = squash(text) if rewritten else self._seen + squash(text)
@@ -359,11 +379,6 @@ class Transcript:
         if not found:
             self._template.continuation(messages, self._tools)  # Raises when it drops whatever an assistant says.
         return after if found and squash(before) == self._seen else None
-
-
-def _common_prefix(first: str, second: str) -> str:
-    length = next((index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    return min(first, second, key=len) if length is None else first[:length]
 
 
 def _source(tokenizer: PreTrainedTokenizerBase, config: ChatConfig) -> str | None:

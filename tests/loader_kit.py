@@ -90,6 +90,10 @@ def children() -> set[int]:
     return found
 
 
+LOGIN = "Basic bWU6c0BjcmV0"
+"""What me:s@cret is as a header."""
+
+
 class _Server(http.server.BaseHTTPRequestHandler):
     """Serves a picture, or what the path says."""
 
@@ -100,6 +104,9 @@ class _Server(http.server.BaseHTTPRequestHandler):
         what = self.path.strip("/").partition(".")[0]
         if what == "missing":
             self.send_error(404)
+            return
+        if what == "locked" and self.headers["Authorization"] != LOGIN:
+            self.send_error(401)
             return
         self.send_response(200)
         if what == "short":

@@ -249,6 +249,34 @@ def test_k11_tools_as_plain_messages_without_a_system_role() -> None:
     assert text.endswith("</tool_call>\n\nOslo?<end_of_turn>\n<start_of_turn>model\n")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_k11_system_messages_in_a_row_are_all_shown(family: str) -> None:
+    renderer = renderer_of(family)
+    conversation, _ = play(renderer, [[system("Rule 1."), system("Rule 2."), user("Hi")]])
+    assert "Rule 1.\n\nRule 2." in text_of(renderer, conversation.token_ids)
+
+
+def test_k11_a_system_message_that_would_be_dropped_is_refused() -> None:
+    with pytest.raises(TemplateError, match=r"mistral drops a system message \(roles: user, system\)"):
+        renderer_of("mistral").conversation().observe([user("Hi"), system("A rule.")])
+    conversation, _ = play(renderer_of("deepseek_r1"), [[system("A rule."), user("Hi")], "Yo"])
+    ids = list(conversation.token_ids)
+    with pytest.raises(TemplateError, match=r"drops a system message \(roles: system, user, assistant, system, user\)"):
+        conversation.observe([system("Another."), user("B")])
+    conversation.observe([user("B")])
+    assert conversation.token_ids[: len(ids)] == ids
+
+
+def test_k11_a_system_message_that_the_template_changes_is_no_dropped_one() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content.replace('/no_think', '') }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+    )
+    renderer = renderer_of("qwen25", template=template)
+    said = [system("Be brief. /no_think"), user("Hi")]
+    assert "Be brief. <|im_end|>" in text_of(renderer, play(renderer, [said, "Yo", said])[0].token_ids)
+
+
 def test_k13_rewritten_prompt_is_rendered_anew() -> None:
     renderer = renderer_of("mistral")
     conversation, contexts = play(renderer, TWO, [WEATHER])

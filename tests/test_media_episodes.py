@@ -12,11 +12,12 @@ from loader_kit import PIXELS, items, part, png, using
 
 import relax_gym
 from relax_gym.config import RolloutConfig
+from relax_gym.features import Features
 from relax_gym.media import Media
 from relax_gym.media.loader import MediaLoader
 from relax_gym.metrics import episode_metrics
 from relax_gym.play import Episode, Player
-from relax_gym.processing import Features, MediaProcessor
+from relax_gym.processing import MediaProcessor
 from relax_gym.scoring import WeightedReward
 from relax_gym.testing import ScriptedSampler
 from relax_gym.types import StopReason, Task, Trajectory

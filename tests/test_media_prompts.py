@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import families
@@ -11,7 +17,9 @@ import torch
 from families import FAMILIES
 from media_kit import audio, converse, image, items, make, said, user, video
 
+from relax_gym.build import build_renderer
 from relax_gym.chat import ChatRenderer
+from relax_gym.config import ChatConfig, parse_config
 from relax_gym.errors import MediaError, ModelError, TemplateError
 from relax_gym.media import Video
 from relax_gym.models import load_tokenizer
@@ -59,6 +67,48 @@ def test_k57_equal_items_are_processed_once() -> None:
     assert processor.features(image(1)) is processor.features(image(1))
     assert processor.features(image(1)) is not processor.features(image(2))
     assert image(1).digest == image(1).digest != image(2).digest
+
+
+def test_only_large_tensors_are_dropped_while_an_item_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = MediaProcessor(families.processor("qwen3_vl").processor, cache_bytes=0)
+    process, processed = processor._process, []
+    monkeypatch.setattr(processor, "_process", lambda media: processed.append(media) or process(media))
+    renderer = ChatRenderer(load_tokenizer(families.folder("qwen3_vl")), processor=processor)
+    shown = [image(seed) for seed in range(3)]
+    conversations = [converse(renderer, [user("see ", *shown), said("well")]) for _ in range(2)]
+    assert processed == shown
+    ids = np.array(conversations[0].token_ids)
+    positions = processor.positions(families.model("qwen3_vl"), ids, shown)
+    assert processed == shown
+    kept = families.processor("qwen3_vl")
+    assert np.array_equal(positions, kept.positions(families.model("qwen3_vl"), ids, shown))
+    assert torch.equal(processor.inputs(shown)["pixel_values"], kept.inputs(shown)["pixel_values"])
+    assert processed == [*shown, *shown]
+
+
+def test_what_is_known_does_not_wait_for_what_is_processed() -> None:
+    processor = MediaProcessor(families.processor("qwen3_vl").processor)
+    known, inner = image(1), processor.processor
+    text = processor.features(known).text
+    begun, read = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            begun.set()
+            assert read.wait(60)
+            return inner(*args, **kwargs)
+
+    processor.processor = Slow()
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(processor.features, image(2))
+        begun.wait()
+        assert processor.expand(processor.tokens["image"], [known]) == text
+        assert processor.features(known).text == text
+        read.set()
+        assert other.result().placeholders
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -281,3 +331,42 @@ def test_a_video_of_too_many_tokens_loses_frames() -> None:
     assert processor.fitted(clip, tokens) is clip
     with pytest.raises(MediaError, match=r"one frame of <video 1 frames .* is 4 tokens, media.video_max_tokens = 3"):
         processor.fitted(clip, 3)
+
+
+# Templates --------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_template_that_only_the_processor_has_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(families.folder("qwen2_audio"), folder)
+    template = folder / "chat_template.jinja"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    assert not load_tokenizer(folder).chat_template
+    config = parse_config(
+        {
+            "model": {"name": str(folder)},
+            "env": [{"id": "relax_gym/GuessNumber-v0"}],
+            "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
+        }
+    )
+    shown = [user("hear ", make("audio", 0))]
+    own = families.renderer("qwen2_audio").conversation()
+    assert build_renderer(config, folder).conversation().observe(shown) == own.observe(shown)
+
+
+def test_media_that_a_template_numbers_are_numbered_over_all_turns() -> None:
+    template = (
+        "{% set ns = namespace(seen=0) %}{% for m in messages %}<|im_start|>{{ m.role }}: {% if m.content is string %}"
+        "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+        "{% set ns.seen = ns.seen + 1 %}Picture {{ ns.seen }}: "
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    tokenizer, processor = load_tokenizer(families.folder("qwen3_vl")), families.processor("qwen3_vl")
+    renderer = ChatRenderer(tokenizer, ChatConfig(template=template), processor=processor)
+    messages = [user(image(0), image(1)), said("two"), user(image(2), "?"), said("three"), user(image(3)), said("four")]
+    conversation = converse(renderer, messages)
+    text = renderer.decode(conversation.token_ids)
+    assert [int(number) for number in re.findall(r"Picture (\d)", text)] == [1, 2, 3, 4]
+    assert conversation.new_segments == 0

@@ -33,6 +33,7 @@ def clip(
     codec: str = "libx264",
     gop: int = 250,
     sound: bool = False,
+    sound_from: int = 0,
     options: dict[str, str] | None = None,
 ) -> Path:
     """Frames shown at `stamps` milliseconds, each one's number in its shade (4 a step), and perhaps a 440 Hz tone."""
@@ -50,7 +51,7 @@ def clip(
         if sound:
             tone = np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000).astype(np.float32)
             wave: Any = av.AudioFrame.from_ndarray(tone[None], format="fltp", layout="mono")
-            wave.sample_rate = 16_000
+            wave.sample_rate, wave.pts, wave.time_base = 16_000, sound_from * 16, Fraction(1, 16_000)
             container.mux([*voice.encode(wave), *voice.encode(None)])
     return file
 
@@ -226,6 +227,24 @@ def test_the_sound_track_comes_with_the_frames(tmp_path: Path) -> None:
     assert read_video(silent, plan(sound_rate=8000)).audio is None
     with pytest.raises(MediaError, match=r"media.audio_max_seconds = 0.5"):
         read_video(file, plan(sound_rate=8000, max_seconds=0.5))
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+@pytest.mark.parametrize(("picture", "sound"), [(0, 600), (600, 0), (500, 500)])
+def test_sound_is_heard_when_its_frames_are_seen(suffix: str, picture: int, sound: int, tmp_path: Path) -> None:
+    stamps = [picture + stamp for stamp in steady(50)]
+    file = clip(tmp_path / f"a.{suffix}", stamps, sound=True, sound_from=sound)
+    track = read_video(file, plan(sound_rate=8000)).audio
+    assert track is not None
+    loud = np.flatnonzero(np.abs(track.samples) > 0.1) / 8000
+    assert loud[0] == pytest.approx(max(0, sound - picture) / 1000, abs=0.07)
+    assert loud[-1] == pytest.approx((sound - picture) / 1000 + 1, abs=0.07)
+
+
+def test_sound_that_begins_too_late_is_too_long(tmp_path: Path) -> None:
+    file = clip(tmp_path / "a.mkv", steady(25), sound=True, sound_from=10**8)
+    with pytest.raises(MediaError, match=r"media.audio_max_seconds = 600"):
+        read_video(file, plan(sound_rate=8000))
 
 
 def broken(tmp_path: Path) -> dict[str, bytes]:

@@ -167,3 +167,13 @@ def test_an_address_that_nobody_listens_at() -> None:
     with pytest.raises(MediaError, match=r"^image http://127.0.0.1:9/a%20b.png: cannot be downloaded: ") as raised:
         load(part("image", "http://me:secret@127.0.0.1:9/a%20b.png?key=secret"))
     assert "secret" not in str(raised.value)
+
+
+def test_a_password_in_an_address_is_sent_and_never_shown() -> None:
+    with serving() as address:
+        host = address.removeprefix("http://")
+        (loaded,) = load(part("image", f"http://me:s%40cret@{host}/locked.png"))
+        assert loaded == load(part("image", png()))[0]
+        with pytest.raises(MediaError) as raised:
+            load(part("image", f"http://me:hunter2@{host}/locked.png"))
+    assert str(raised.value) == f"image {address}/locked.png: cannot be downloaded: Unauthorized"

@@ -8,10 +8,12 @@ from typing import Any
 
 import faulty_envs  # noqa: F401 (registers its envs)
 import pytest
+from chat_fixtures import play, renderer_of, tool
 from train_cases import half_a, run, trainer
 
 import relax_gym
 from relax_gym import Env, StepResult, user
+from relax_gym.actor import Actor
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import RolloutConfig
 from relax_gym.dry_run import _rehearse
@@ -20,6 +22,7 @@ from relax_gym.evaluate import evaluate
 from relax_gym.hookspecs import hookimpl
 from relax_gym.play import Player
 from relax_gym.plugins import plugins
+from relax_gym.sampler import SamplingParams
 from relax_gym.testing import RecordingLearner, ScriptedSampler, tiny_tokenizer
 from relax_gym.types import Metrics
 
@@ -138,3 +141,22 @@ def test_k92_faults_in_an_evaluation_are_logged(tmp_path: Path, caplog: pytest.L
     logged = sorted(record.getMessage().partition("\n")[0] for record in caplog.records)
     assert logged == sorted(f"env test/Faulty-v0, seed {seed}, turn 1: KeyError: 'lost item'" for seed in seeds)
     assert all("Traceback" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("said", ["seven", "Hm.\n</think>\n\nseven"])
+def test_an_expert_is_heard_where_the_prompt_opens_thinking(said: str) -> None:
+    async def act() -> str:
+        return said
+
+    renderer = renderer_of("deepseek_r1")
+    conversation, _ = play(renderer, [user("How many?")])
+    for opened in (True, False):  # This template opens no thinking after a tool result.
+        assert conversation.opened_thinking == opened
+        ids = asyncio.run(
+            Actor(act, renderer).generate(conversation.token_ids, SamplingParams(max_new_tokens=9))
+        ).token_ids
+        text = renderer.decode(ids)
+        assert text.count("</think>") == (opened or said != "seven")
+        assert renderer.action(text, opened=opened) == "seven"
+        conversation.complete(ids)
+        conversation.observe([tool("sun")])

@@ -45,7 +45,7 @@ def read_audio(source: Path | bytes, *, rate: int | None, max_seconds: float) ->
         track = _decode(source, max_seconds, str(error))
         if track is None:
             raise MediaError("has no sound track") from error
-        samples, own = track
+        samples, own, _ = track
     return _audio(samples, own, rate, max_seconds)
 
 
@@ -68,13 +68,20 @@ def audio_of(value: Any, own_rate: float | None, *, rate: int | None, max_second
 
 
 def sound_track(source: Path | bytes, *, rate: int, max_seconds: float) -> Audio | None:
-    """The first sound track of a video at `rate` samples per second; None when it is silent.
+    """The first sound track of a video at `rate` samples per second, from the first frame on; None when it is silent.
 
     Raises:
         MediaError: it is broken, or longer than `max_seconds`.
     """
     track = _decode(source, max_seconds, "it is a video", rate)
-    return None if track is None or not track[0].size else _audio(*track, rate, max_seconds)
+    if track is None or not track[0].size:
+        return None
+    samples, own, late = track
+    _check_length(late + len(samples) / own, max_seconds)
+    shift = round(late * own)
+    silence = np.zeros(max(shift, 0), dtype=np.float32)
+    samples = np.concatenate([silence, samples[max(-shift, 0) :]])
+    return _audio(samples, own, rate, max_seconds) if samples.size else None
 
 
 def _audio(samples: Samples, own: int, rate: int | None, max_seconds: float) -> Audio:
@@ -122,8 +129,9 @@ def _one_channel(array: Samples) -> Samples:
 
 def _decode(
     source: Path | bytes, max_seconds: float, reason: str, rate: int | None = None
-) -> tuple[Samples, int] | None:
-    """The first sound track as PyAV reads it, at `rate` or its own; None when there is none."""
+) -> tuple[Samples, int, float] | None:
+    """The first sound track as PyAV reads it, at `rate` or its own, and how many seconds after the picture it begins;
+    None when there is none."""
     try:
         import av
     except ImportError as error:
@@ -135,12 +143,21 @@ def _decode(
             rate = rate or container.streams.audio[0].rate
             resampler = av.AudioResampler(format="fltp", rate=rate)
             pieces: list[Samples] = []
-            length = 0
+            length, late = 0, None
             for frame in itertools.chain(container.decode(audio=0), [None]):
+                late = _lateness(container, frame) if late is None else late
                 for part in resampler.resample(frame):
                     pieces.append(part.to_ndarray().mean(axis=0))
                     length += len(pieces[-1])
                 _check_length(length / rate, max_seconds)
     except (av.FFmpegError, OSError, ValueError) as error:
         raise MediaError(f"cannot be read as a sound: {error}") from error
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32), rate
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.float32), rate, late or 0.0
+
+
+def _lateness(container: Any, frame: Any) -> float:
+    """Seconds from the first frame of the picture to a frame of sound; 0 where the file does not say."""
+    picture = next(iter(container.streams.video), None)
+    if frame is None or frame.time is None or picture is None or picture.start_time is None:
+        return 0.0
+    return float(frame.time - picture.start_time * picture.time_base)

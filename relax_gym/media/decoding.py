@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import urllib.error
 import urllib.parse
@@ -101,8 +102,7 @@ def download(address: str, config: MediaConfig) -> bytes:
     """
     data = bytearray()
     try:
-        address = urllib.parse.quote(address, safe=UNQUOTED)
-        request = urllib.request.Request(address, headers={"User-Agent": USER_AGENT})
+        request = _request(urllib.parse.quote(address, safe=UNQUOTED))
         with urllib.request.urlopen(request, timeout=config.timeout) as answer:
             while piece := answer.read(CHUNK):
                 data += piece
@@ -113,3 +113,14 @@ def download(address: str, config: MediaConfig) -> bytes:
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise MediaError(f"cannot be downloaded: {getattr(error, 'reason', error)}") from error
     return bytes(data)
+
+
+def _request(address: str) -> urllib.request.Request:
+    """What to send for an address. A user and password in it go into a header, which no redirect takes elsewhere."""
+    parts = urllib.parse.urlsplit(address)
+    login, found, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host).geturl(), headers={"User-Agent": USER_AGENT})
+    if found:
+        secret = base64.b64encode(urllib.parse.unquote_to_bytes(login)).decode()
+        request.add_unredirected_header("Authorization", f"Basic {secret}")
+    return request
