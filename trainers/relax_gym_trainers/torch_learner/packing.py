@@ -233,7 +233,7 @@ def _media(samples: Sequence[TrainingSample], row: Row) -> Iterator[Media]:
 def check_placeholders(processor: MediaProcessor, ids: IntArray, media: Sequence[Media]) -> None:
     """Raises TrainingError where the ids have placeholders without their items, or the other way round."""
     present = int(np.isin(ids, processor.placeholder_ids).sum())
-    needed = sum(processor.features(item).placeholders for item in media)
+    needed = sum(processor.outline(item).placeholders for item in media)
     if present != needed:
         raise TrainingError(
             f"samples have {present} image, video and audio tokens, but their media stand for {needed}; a sampler "
