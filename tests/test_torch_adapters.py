@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learner_cases import SMALL, context, learner, random_batch, save_model, weights
+from learner_cases import SMALL, context, learner, qwen3, random_batch, save_model, weights
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, MixtralConfig, Qwen3MoeConfig
 
 from relax_gym.errors import ConfigError
@@ -81,3 +81,16 @@ def test_experts_that_are_named_are_refused(targets, message, tmp_path):
     folder = save_model(tmp_path, EXPERTS["qwen3"])
     with pytest.raises(ConfigError, match=rf"learner\.lora\.targets = .*{message}"):
         learner(context(folder), lora={"targets": targets})
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_a_weight_that_embedding_and_head_share_cannot_be_adapted(name, tmp_path):
+    message = rf"adapts (model\.)?{name}, but model\.embed_tokens and lm_head have one weight .* leave both out"
+    with pytest.raises(ConfigError, match=message):
+        learner(context(save_model(tmp_path, qwen3())), lora={"targets": ("q_proj", name)})
+
+
+def test_embedding_and_head_of_their_own_weights_can_be_adapted(tmp_path):
+    run = context(save_model(tmp_path, qwen3(tie_word_embeddings=False)))
+    _, changed = trained(run, targets=("lm_head", "embed_tokens"))
+    assert changed == {"lm_head", "model.embed_tokens"}

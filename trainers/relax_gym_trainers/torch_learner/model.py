@@ -105,7 +105,7 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> Non
     """Put new adapters into the model and freeze the rest; the same ones for the same seed.
 
     Raises:
-        ConfigError: peft is missing, or a target matches nothing.
+        ConfigError: peft is missing, a target matches nothing, or an adapted weight is that of two modules.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -140,6 +140,15 @@ def _check_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
                 f"learner.lora.targets = {options.targets!r}: no linear is called {target}; experts that are stacked "
                 'in one tensor, and their router, cannot be adapted: name other modules, or use targets = "all-linear"'
             )
+    pair = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = ({id(parameter) for parameter in module.parameters()} for module in pair)
+    names = [name for name, module in model.named_modules() if any(module is one for one in pair)]
+    if embedding & head and (shared := sorted({*names}.intersection(adapted))):
+        raise ConfigError(
+            f"learner.lora.targets = {options.targets!r} adapts {shared[0]}, but {' and '.join(names)} have one weight "
+            "between them, which cannot hold what only one of them learns; leave both out of targets, or train whole "
+            "weights, without learner.lora"
+        )
 
 
 def _all_linears(whole: torch.nn.Module, model: PreTrainedModel) -> list[str]:
