@@ -60,6 +60,16 @@ def test_linears_beside_experts_have_adapters(tmp_path):
     }
 
 
+def test_an_export_has_the_models_buffers(tmp_path):
+    folder = save_model(tmp_path / "model", EXPERTS["deepseek"])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.arange(4.0))
+    model.save_pretrained(folder)
+    learner(context(folder), lora={"rank": 2}).export(tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft sets it by itself
 def test_all_linear_takes_in_the_linears_of_gpt2(tmp_path):
     config = GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1)

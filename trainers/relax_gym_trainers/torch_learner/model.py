@@ -221,7 +221,9 @@ def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool, source:
         return
     with torch.device("meta"):
         plain: Any = type(model)._from_config(model.config)
-    plain.load_state_dict(dict(plain_weights(model)), strict=False, assign=True)
+    kept = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    plain.load_state_dict({**buffers, **dict(plain_weights(model))}, strict=False, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
