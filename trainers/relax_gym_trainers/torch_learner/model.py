@@ -172,6 +172,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             # A layer asks only itself whether it is training before it checkpoints; what is inside stays in eval mode.
             module.training = True
+            for name, value in vars(module).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
