@@ -16,7 +16,7 @@ from relax_gym.plugins import plugins
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, TrainingSample, Trajectory, Turn
 from relax_gym_trainers.reference import Reference
 from relax_gym_trainers.torch_learner.backend import TorchBackend
-from relax_gym_trainers.torch_learner.objectives import Objective
+from relax_gym_trainers.torch_learner.objectives import Objective, shape
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.update import Tally
 
@@ -189,7 +189,7 @@ def loss_and_gradient(
     backend = TableBackend(policy, budget=budget)
     objective = Objective(algorithm=algorithm, distiller=None, loss_weight=1.0, backend=backend)
     with policy.as_table(random_table(0) + 0.3 * random_table(1)):
-        shaped = objective.shape(samples, Tally())
+        shaped = shape(samples, {objective: range(len(samples))}, Tally())
         shards = [range(len(samples))] if ranks is None else ranks
         pieces = [objective.piece([shaped[i] for i in shard], shaped, only=False) for shard in shards]
     loss = sum(backend.accumulate(piece, tally=Tally(), first=True, step=1) for piece in pieces)

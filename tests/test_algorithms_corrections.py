@@ -12,6 +12,7 @@ from learner_cases import context, learner, qwen3, random_batch, sample, save_mo
 from relax_gym.types import Batch
 from relax_gym_trainers.functional import icepop_weight, keeps_sequence, ppo_clip_loss, truncated_weight
 from relax_gym_trainers.objective import correction_weight, mismatch, policy_loss
+from relax_gym_trainers.torch_learner.objectives import shape
 from relax_gym_trainers.torch_learner.update import Tally
 
 LN3 = math.log(3)
@@ -203,7 +204,8 @@ def test_k25_whitening_with_kl_is_over_the_global_batch_however_it_is_cut(tiny, 
     for options in ({}, cut):
         trainer = learner(context(tiny, name="reinforce_pp", kl_reward_coef=0.5), **options)
         trainer.policy.model.double()
-        shaped.append(trainer.objectives[0].shape(random_batch().samples, Tally()))
+        samples = random_batch().samples
+        shaped.append(shape(samples, {trainer.objectives[0]: range(len(samples))}, Tally()))
     for one, two in zip(*shaped, strict=True):
         np.testing.assert_allclose(one.advantages, two.advantages, atol=1e-5)
     trained = np.concatenate([s.advantages[s.loss_mask == 1] for s in shaped[0]])

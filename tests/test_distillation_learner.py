@@ -15,6 +15,7 @@ from learner_cases import Largest, flat, random_batch, sample, weights, without_
 
 from relax_gym.types import Batch
 from relax_gym_trainers.functional import append_tail, divergence, reverse_kl, select_with_tail
+from relax_gym_trainers.torch_learner.objectives import shape
 from relax_gym_trainers.torch_learner.update import Tally, accumulate_policy_gradient, plan
 
 pytest_plugins = ["distillation_fixtures"]
@@ -143,7 +144,7 @@ def test_k36_the_reward_form_scores_at_the_temperature_and_changes_each_tokens_a
     seen = random_batch().samples
     teacher = trainer.objectives[0].distiller._teachers[str(models["t1"])].policy.model
     tally = Tally()
-    shaped = trainer.objectives[0].shape(seen, tally)
+    shaped = shape(seen, {trainer.objectives[0]: range(len(seen))}, tally)
     gaps = []
     for before, after in zip(seen, shaped, strict=True):
         on = before.loss_mask == 1

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from distillation_kit import ENV, GPT2, routed
-from learner_cases import context, learner, random_batch, sample, save_model, weights, without_seconds
+from learner_cases import context, learner, qwen3, random_batch, sample, save_model, weights, without_seconds
 
 from relax_gym.config import MediaConfig, ModelConfig, parse_config
 from relax_gym.errors import ConfigError, ModelError, TrainingError
@@ -53,11 +53,11 @@ def engine(models):
     teacher.close()
 
 
-def frozen(models, name):
+def frozen(models, name, dtype=torch.float32):
     settings = TeacherSettings(
         temperature=0.7,
         device=torch.device("cpu"),
-        dtype=torch.float32,
+        dtype=dtype,
         chunk=1024,
         budget=4096,
         share_prefix=True,
@@ -65,6 +65,15 @@ def frozen(models, name):
         media=MediaConfig(),
     )
     return load_teacher(models[name], tokenizer=context(models[name]).tokenizer, rows=61, settings=settings)
+
+
+def test_a_teacher_in_bfloat16_keeps_float32_rotary_frequencies(tmp_path):
+    folder = save_model(tmp_path, qwen3())
+    context(folder).tokenizer.save_pretrained(folder)
+    exact, rounded = (frozen({"qwen": folder}, "qwen", d).policy.model for d in (torch.float32, torch.bfloat16))
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
+    assert rounded.lm_head.weight is rounded.model.embed_tokens.weight
+    assert torch.equal(rounded.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
 
 
 @pytest.mark.parametrize("top_k", [0, 5])

@@ -39,3 +39,13 @@ def test_what_was_computed_before_is_brought_to_the_models_device(
                 algorithm, part, batch, there, [(there.detach(), 0.1)], **before, tally=Tally(), first=True
             )
             assert {loss.device.type, *(grad.device.type for _, grad in gradients if grad is not None)} == {"meta"}
+
+
+def test_one_name_is_counted_on_several_devices() -> None:
+    tally = Tally()
+    for device in ("cpu", "meta", "cpu", "meta"):
+        value = torch.zeros(3, dtype=torch.float64, device=device)
+        tally.mean(opd_kl=value)
+        tally.share("clip_fraction", value == 0, among=value == 0)
+    assert {total.device.type for total in tally.sums.values()} == {"meta"}
+    assert tally.counts["opd_kl"] == 12

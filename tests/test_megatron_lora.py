@@ -103,8 +103,8 @@ def test_any_of_the_hubs_modules_can_be_adapted_alone(folders: Folders, layout: 
 
 
 @pytest.mark.long
-def test_attention_beside_experts_can_be_adapted(folders: Folders) -> None:
-    case = Case(options={"lora": {**LORA, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}}, steps=batches(2))
+def test_all_linear_leaves_experts_out(folders: Folders) -> None:
+    case = Case(options={"lora": LORA}, steps=batches(2))
     (found,) = by_megatron(Layout(tp=2, ep=2, etp=1), folders["experts"], [case])
     assert_same(found, by_torch(folders["experts"], case))
 
@@ -260,7 +260,7 @@ def test_dropout_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "layout", "targets", "message"),
     [
-        ("experts", Layout(), "all-linear", r"adapts layers\.0\.mlp\.experts.*linears of the decoder only"),
+        ("experts", Layout(), ("q_proj", "up_proj"), "no linear is called up_proj; experts that are stacked"),
         ("deep", Layout(), ("lm_head",), r"adapts lm_head, but .* \(down_proj, gate_proj, k_proj, o_proj, q_proj"),
         ("dense", Layout(), ("nothing",), r"learner\.lora\.targets = \('nothing',\): Target modules"),
         ("deep", Layout(pp=2), ("layers.3.mlp.up_proj",), "adapts none of the layers 0 to 1, which are a chunk"),

@@ -128,6 +128,26 @@ def test_each_sample_gets_the_loss_of_its_env(tiny):
         assert {m.mixture for m in members} == {mixture}
 
 
+@pytest.mark.parametrize("coefficient", [0.1, 1e-9])
+def test_envs_that_share_an_algorithm_are_whitened_together_whatever_their_weights(tiny, coefficient):
+    shifted = [
+        dataclasses.replace(s, advantages=s.advantages + 10.0 * s.mixture * s.loss_mask) for s in mixed().samples
+    ]
+
+    def advantages(weight):
+        envs = ({}, {"loss_weight": weight})
+        algorithm = {"name": "reinforce_pp", "kl_reward_coef": coefficient, "old_logprobs": "rollout"}
+        trainer = learner(run(tiny, *envs, **algorithm))
+        (pieces,) = trainer._plan(shifted, Tally())
+        members = [one for piece in pieces for batch in piece.part.micro_batches for one in batch.members]
+        return {one.episode_id: one.advantages for one in members}
+
+    once, apart = advantages(1.0), advantages(0.5)
+    assert once.keys() == apart.keys()
+    for name, values in once.items():
+        torch.testing.assert_close(torch.from_numpy(apart[name]), torch.from_numpy(values))
+
+
 def test_the_weight_of_an_envs_loss_scales_its_gradient(tiny):
     batch = mixed()
     silent = [dataclasses.replace(s, advantages=s.advantages * (s.mixture == 1)) for s in batch.samples]

@@ -27,6 +27,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MambaConfig,
+    OPTConfig,
 )
 
 from relax_gym.types import Batch
@@ -209,6 +210,16 @@ def test_the_gradient_is_that_of_the_plain_definition(request, model, tolerance,
     loss, got, _ = gradient(trainer, Batch(version=0, samples=samples), old="rollout", share=share)
     assert loss == pytest.approx(expected_loss, rel=tolerance)
     assert (got - expected).norm() <= tolerance * expected.norm()
+
+
+def test_checkpointing_turns_no_dropout_on(tmp_path):
+    config = OPTConfig(**SMALL, ffn_dim=96, word_embed_proj_dim=64, dropout=0.5)
+    run = context(save_model(tmp_path, config))
+    plain, recomputed = (
+        gradient(learner(run, activation_checkpointing=checkpointing), random_batch(), old="rollout")[1]
+        for checkpointing in (False, True)
+    )
+    torch.testing.assert_close(recomputed, plain)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

@@ -10,7 +10,7 @@ import numpy as np
 
 from relax_gym.learner import Learner
 from relax_gym.types import Batch, Metrics, TrainingSample
-from relax_gym_trainers.torch_learner.objectives import Backend, Objective, Piece
+from relax_gym_trainers.torch_learner.objectives import Backend, Objective, Piece, shape
 from relax_gym_trainers.torch_learner.optimizer import learning_rate
 from relax_gym_trainers.torch_learner.options import LearnerOptions
 from relax_gym_trainers.torch_learner.scores import by_group
@@ -120,10 +120,7 @@ class PolicyLearner(Learner):
 
     def _plan(self, samples: Sequence[TrainingSample], tally: Tally) -> list[list[Piece]]:
         """The pieces of each optimizer update of an epoch; what has nothing to learn from is left out."""
-        shaped = list(samples)
-        for objective, own in self._by_objective(samples).items():
-            for index, sample in zip(own, objective.shape([samples[index] for index in own], tally), strict=True):
-                shaped[index] = sample
+        shaped = shape(samples, self._by_objective(samples), tally)
         only = self._only_update
         updates = []
         for update in split_by_group(shaped, self.options.updates_per_step):

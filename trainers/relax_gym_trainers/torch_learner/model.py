@@ -105,36 +105,61 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions, seed: int) -> Non
     """Put new adapters into the model and freeze the rest; the same ones for the same seed.
 
     Raises:
-        ConfigError: peft is missing, or a target matches nothing.
+        ConfigError: peft is missing, a target matches nothing, or an adapted weight is that of two modules.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError('learner.lora needs peft: pip install "relax-gym[lora]"') from error
+    # Inside another module it is no model of transformers, in which peft would take stacked experts for linears.
+    whole = torch.nn.ModuleDict({"model": model})
+    targets = _all_linears(whole, model) if options.targets == "all-linear" else list(options.targets)
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
-        target_modules=_all_linears(model) if options.targets == "all-linear" else list(options.targets),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(config, model)
+            inject_adapter_in_model(config, whole)
         except ValueError as error:
             raise ConfigError(f"learner.lora.targets = {options.targets!r}: {error}") from error
+    _check_adapters(model, options)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
 
 
-def _all_linears(model: PreTrainedModel) -> str | list[str]:
-    """peft's own "all-linear", which takes in experts, too; but where linears are in a `Sequential`, peft takes their
-    numbers for those of layers, and they are named one by one."""
+def _check_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
+    adapted = [name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name]
+    for target in options.targets if options.targets != "all-linear" else ():
+        if not any(f".{name}".endswith(f".{target}") for name in adapted):
+            raise ConfigError(
+                f"learner.lora.targets = {options.targets!r}: no linear is called {target}; experts that are stacked "
+                'in one tensor, and their router, cannot be adapted: name other modules, or use targets = "all-linear"'
+            )
+    pair = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = ({id(parameter) for parameter in module.parameters()} for module in pair)
+    names = [name for name, module in model.named_modules() if any(module is one for one in pair)]
+    if embedding & head and (shared := sorted({*names}.intersection(adapted))):
+        raise ConfigError(
+            f"learner.lora.targets = {options.targets!r} adapts {shared[0]}, but {' and '.join(names)} have one weight "
+            "between them, which cannot hold what only one of them learns; leave both out of targets, or train whole "
+            "weights, without learner.lora"
+        )
+
+
+def _all_linears(whole: torch.nn.Module, model: PreTrainedModel) -> list[str]:
+    """Those of the model but its head, each by its name in `whole`."""
+    from transformers.pytorch_utils import Conv1D
+
     head = model.get_output_embeddings()
-    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    names = [name for name, module in linears if module is not head]
-    return names if any(name.rpartition(".")[2].isdigit() for name in names) else "all-linear"
+    linears = (
+        (name, module) for name, module in whole.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))
+    )
+    return [name for name, module in linears if module is not head]
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -147,6 +172,9 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             # A layer asks only itself whether it is training before it checkpoints; what is inside stays in eval mode.
             module.training = True
+            for name, value in vars(module).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
 
 
 def plain_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -196,7 +224,9 @@ def export_model(model: PreTrainedModel, folder: Path, *, adapted: bool, source:
         return
     with torch.device("meta"):
         plain: Any = type(model)._from_config(model.config)
-    plain.load_state_dict(dict(plain_weights(model)), strict=False, assign=True)
+    kept = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    plain.load_state_dict({**buffers, **dict(plain_weights(model))}, strict=False, assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)

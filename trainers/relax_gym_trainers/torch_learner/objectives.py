@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_gym.algorithm import Algorithm
+from relax_gym.algorithm import Algorithm, FloatArray
 from relax_gym.config import RunConfig
 from relax_gym.credit import subtract_kl
 from relax_gym.teacher import Distillation
@@ -99,20 +99,8 @@ class Objective:
         for scores in (self.policy, self.reference, self.teachers):
             scores.forget()
 
-    def shape(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
-        """The samples with what only the learner knows of their reward in their advantages: KL and teachers."""
-        if self.algorithm.kl_reward_coef:
-            samples = self._shape_by_reference(samples, tally)
-        if self.distiller is None or self.distiller.as_loss:
-            return samples
-        known = self.teachers.of(samples)
-        scores = [known[name_of(sample)] for sample in samples]
-        for sample, score in zip(samples, scores, strict=True):
-            gap = sample.logprobs[sample.loss_mask == 1] - score
-            tally.mean(opd_kl=torch.from_numpy(gap), teacher_logprob=torch.from_numpy(score))
-        return distill_advantages(samples, scores, weight=self.distiller.weight)
-
-    def _shape_by_reference(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
+    def reward_kl(self, samples: Sequence[TrainingSample], tally: Tally) -> list[FloatArray]:
+        """The reward's KL to the reference at each sample's trained tokens."""
         reference = self.reference.of(samples)
         own = {} if self.algorithm.old_logprobs == "rollout" else self.policy.of(samples)
         kl = []
@@ -121,7 +109,18 @@ class Objective:
             new, ref = own.get(name_of(sample), rollout), reference.get(name_of(sample), rollout)
             kl.append(reward_kl(new, ref, self.algorithm))
             tally.mean(kl_reward=torch.from_numpy(kl[-1]))
-        return subtract_kl(samples, kl, self.algorithm)
+        return kl
+
+    def distill(self, samples: Sequence[TrainingSample], tally: Tally) -> Sequence[TrainingSample]:
+        """The samples with the teachers' reward, if there is one, in their advantages."""
+        if self.distiller is None or self.distiller.as_loss:
+            return samples
+        known = self.teachers.of(samples)
+        scores = [known[name_of(sample)] for sample in samples]
+        for sample, score in zip(samples, scores, strict=True):
+            gap = sample.logprobs[sample.loss_mask == 1] - score
+            tally.mean(opd_kl=torch.from_numpy(gap), teacher_logprob=torch.from_numpy(score))
+        return distill_advantages(samples, scores, weight=self.distiller.weight)
 
     def piece(self, samples: Sequence[TrainingSample], update: Sequence[TrainingSample], *, only: bool) -> Piece:
         """This objective's `samples` out of those of a whole `update`, whose totals are the loss's denominators.
@@ -170,6 +169,31 @@ class Objective:
     def _ask_teachers(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
         assert self.distiller is not None
         return [dict(zip(group, self.distiller.sampled(group), strict=True)) for group in groups]
+
+
+def shape(
+    samples: Sequence[TrainingSample], objectives: Mapping[Objective, Sequence[int]], tally: Tally
+) -> list[TrainingSample]:
+    """The samples with what only the learner knows of their reward in their advantages: KL and teachers.
+
+    `objectives` have the indices of their samples. What is done over the whole batch is done over all samples of an
+    algorithm, whatever the weights of their losses.
+    """
+    shaped = list(samples)
+    for algorithm in {id(objective.algorithm): objective.algorithm for objective in objectives}.values():
+        if algorithm.kl_reward_coef:
+            kl: dict[int, FloatArray] = {}
+            for objective, own in objectives.items():
+                if objective.algorithm is algorithm:
+                    kl |= zip(own, objective.reward_kl([samples[index] for index in own], tally), strict=True)
+            order = sorted(kl)
+            less = subtract_kl([samples[index] for index in order], [kl[index] for index in order], algorithm)
+            for index, sample in zip(order, less, strict=True):
+                shaped[index] = sample
+    for objective, own in objectives.items():
+        for index, sample in zip(own, objective.distill([shaped[index] for index in own], tally), strict=True):
+            shaped[index] = sample
+    return shaped
 
 
 def asked_for(algorithm: Algorithm, *, only: bool) -> list[str]:

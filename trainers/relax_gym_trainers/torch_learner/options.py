@@ -15,7 +15,10 @@ class LoraOptions(Section):
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
-    targets: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="names of the adapted modules")
+    targets: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="names of the adapted modules; all-linear: all linears but the head, no stacked experts",
+    )
     dropout: float = Field(0.0, ge=0, lt=1)
 
 

@@ -118,7 +118,10 @@ def load_teacher(
         never_sampled=settings.never_sampled,
     )
     # Only now: the probes of Policy tell two ways to compute the same thing apart in float32.
-    model.to(settings.device, settings.dtype)  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        # Buffers keep their precision: rotary frequencies in bfloat16 would turn far positions by wrong angles.
+        parameter.data = parameter.data.to(settings.dtype)
+    model.to(settings.device)  # type: ignore[arg-type]
     return FrozenTeacher(policy, budget=settings.budget)
 
 

@@ -124,13 +124,13 @@ class Tally:
         """Add tokens to the mean of each name."""
         for name, value in values.items():
             if value.numel():
-                self.sums[name] += value.double().sum()
+                self.sums[name] += _settled(value.double().sum())
                 self.counts[name] += value.numel()
 
     def share(self, name: str, value: Tensor, *, among: Tensor) -> None:
         """Add to the mean of a name the tokens `among` which it is taken, [N] bool as `value`."""
-        self.sums[name] += (value & among).sum(dtype=torch.float64)
-        self.counts[name] += among.sum()
+        self.sums[name] += _settled((value & among).sum(dtype=torch.float64))
+        self.counts[name] += _settled(among.sum())
 
     def maximum(self, name: str, value: Tensor) -> None:
         """Take the largest of `value` and what was seen before."""
@@ -158,6 +158,11 @@ class Tally:
         """All of it by name."""
         self.settle()
         return {name: total / self.counts[name] for name, total in self.sums.items() if self.counts[name]} | self.maxima
+
+
+def _settled(value: Tensor) -> Any:
+    """A number where it costs no wait, else the value: what is on the CPU has no place in a sum on a GPU."""
+    return value.item() if value.device.type == "cpu" else value
 
 
 def score_all(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
