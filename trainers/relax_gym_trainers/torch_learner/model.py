@@ -141,7 +141,7 @@ def _check_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
                 'in one tensor, and their router, cannot be adapted: name other modules, or use targets = "all-linear"'
             )
     pair = (model.get_input_embeddings(), model.get_output_embeddings())
-    embedding, head = ({id(parameter) for parameter in module.parameters()} for module in pair)
+    embedding, head = ({id(weight) for weight in module.parameters()} if module else set() for module in pair)
     names = [name for name, module in model.named_modules() if any(module is one for one in pair)]
     if embedding & head and (shared := sorted({*names}.intersection(adapted))):
         raise ConfigError(
