@@ -18,8 +18,8 @@ from reward_kit import episode
 from relax_gym.errors import ConfigError, RewardError
 from relax_gym.rescoring import load_reward
 from relax_gym.scoring import WeightedReward, score
-from relax_gym_rewards._sandbox import MIB, Limits, run
-from relax_gym_rewards._sandbox_child import pack, unpack
+from relax_gym_rewards._sandbox import MIB, Finished, Limits, run
+from relax_gym_rewards._sandbox_child import FAILED, pack, unpack
 from relax_gym_rewards.code import Code
 
 
@@ -212,6 +212,53 @@ def test_k74_a_test_that_cannot_run_leaves_the_episode_unscored(tests: Any, reas
 @needs_namespaces
 def test_all_or_nothing() -> None:
     assert ask(ADD, [*ASSERTS, "assert add(1, 1) == 3"], score="all") == 0.0
+
+
+def runs(monkeypatch: pytest.MonkeyPatch, status: int | None) -> list[str]:
+    """The programs that run from now on, all with this exit status; what holds the tests outlives them and fails."""
+    ran: list[str] = []
+
+    async def instead(*_: Any, files: dict[str, str], **__: Any) -> Finished:
+        if "program.py" not in files:
+            await asyncio.sleep(0.01)
+            return Finished(status=FAILED, output="")
+        ran.append(files["program.py"])
+        await asyncio.sleep(0)
+        return Finished(status=status, output="9")
+
+    monkeypatch.setattr("relax_gym_rewards.code.run", instead)
+    return ran
+
+
+@pytest.mark.parametrize("tests", [PRINTS * 3, ASSERTS * 3])
+def test_after_a_test_that_takes_too_long_no_other_runs(monkeypatch: pytest.MonkeyPatch, tests: Any) -> None:
+    ran = runs(monkeypatch, status=None)
+    assert ask("endless", tests) == 0.0 and len(ran) == 1
+
+
+@pytest.mark.parametrize("tests", [PRINTS * 3, ASSERTS * 3])
+@pytest.mark.parametrize(("score", "number"), [("fraction", 3), ("all", 1)])
+def test_all_or_nothing_ends_with_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, tests: Any, score: str, number: int
+) -> None:
+    ran = runs(monkeypatch, status=1)
+    assert ask("wrong", tests, score=score) == 0.0 and len(ran) == number
+
+
+def test_an_episode_keeps_its_slot_for_all_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = runs(monkeypatch, status=0)
+
+    async def together() -> list[float]:
+        reward = Code(workers=1)
+        return await asyncio.gather(*(reward(episode(name, tests=PRINTS * 3)) for name in ("first", "second")))
+
+    assert asyncio.run(together()) == [1.0, 1.0] and ran == ["first"] * 3 + ["second"] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux has it")
+def test_by_default_as_many_programs_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5})
+    assert Code().workers == 3
 
 
 def test_a_sandbox_that_cannot_be_made_is_no_failure_of_the_program() -> None:
