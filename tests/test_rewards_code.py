@@ -123,6 +123,10 @@ def test_k82_no_program_can_write_its_own_verdict(program: str) -> None:
         "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n"
         "  if os.fork() == 0:\n    time.sleep(1000)\ntime.sleep(1000)",
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0)\n"
+        "try: os.setsid()\nexcept OSError: pass\ntime.sleep(1000)",
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0)\nif os.fork() == 0:\n"
+        "  os.setsid()\n  time.sleep(1000)\nos.kill(0, 9)",
         "x = bytearray(10**10)",
         "while True: print('x' * 10**6)",
         "open('big', 'wb').write(bytes(10**8))",
@@ -169,8 +173,18 @@ def test_k95_a_program_reaches_no_network_no_files_no_environment_and_no_tests(
         "print(refused(lambda: socket.create_connection(('127.0.0.1', 9), 1)), refused(lambda: os.mkdir('/x')))\n"
         "print(sorted(set(os.environ) - {'LC_CTYPE'}), os.getpid())\n"
     )
-    output = "True True\nTrue ['given'] []\nTrue True\n['HOME', 'PATH'] 1"
+    output = "True True\nTrue ['given'] []\nTrue True\n['HOME', 'PATH'] 2"
     assert ask(program, [{"input": "", "output": output}]) == 1.0
+
+
+@needs_namespaces
+def test_a_program_can_neither_trace_nor_signal_the_first_process_of_its_namespace() -> None:
+    program = (
+        "import ctypes, os\n"
+        "for number in range(1, 65): os.kill(1, number)\n"
+        "print(os.getpid() > 1, os.getppid(), os.getpgid(0) == os.getpid(), ctypes.CDLL(None).ptrace(16, 1, 0, 0))\n"
+    )
+    assert ask(program, [{"input": "", "output": "True 1 True -1"}]) == 1.0
 
 
 @needs_namespaces

@@ -38,7 +38,7 @@ class Limits:
             "RLIMIT_CPU": int(self.seconds) + 1,
             "RLIMIT_AS": self.memory * MIB,
             "RLIMIT_FSIZE": self.disk * MIB,
-            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NPROC": self.processes + 1,  # the namespace has a first process beside them
             "RLIMIT_NOFILE": self.files,
             "RLIMIT_CORE": 0,
         }
