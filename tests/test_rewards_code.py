@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from relax_gym.errors import ConfigError, RewardError
 from relax_gym.rescoring import load_reward
 from relax_gym.scoring import WeightedReward, score
 from relax_gym_rewards._sandbox import MIB, Finished, Limits, run
-from relax_gym_rewards._sandbox_child import FAILED, pack, unpack
+from relax_gym_rewards._sandbox_child import FAILED, both_ways, pack, unpack
 from relax_gym_rewards.code import Code
 
 
@@ -68,6 +69,8 @@ def ask(program: str, tests: Any, files: Any = None, **options: Any) -> float:
         ("def f(): return 1\nprint('noise' * 1000)", ["assert f() == 1"], 1.0),
         ("def f(): return undefined", ["assert f() == 1"], 0.0),
         ("def g(): return 1", ["assert f() == 1"], 0.0),
+        ("class Solution:\n    def f(self, x): return x + 1", ["assert Solution().f(1) == 2"], 0.0),
+        ("def f(n): return list(range(n))", ["assert f(10000) == list(range(10000))"], 1.0),
         (
             "import sys\nfor line in sys.stdin: print(line[::-1].strip())",
             [{"input": "ab\ncd\n", "output": "ba\ndc"}],
@@ -304,3 +307,17 @@ def test_plain_values_keep_their_types_between_processes() -> None:
     assert repr(unpack(pack(value))[:-1]) == repr(value[:-1]) and unpack(pack(value)) == value
     with pytest.raises(TypeError, match="object cannot leave"):
         pack(object())
+
+
+def test_lines_between_processes_are_not_read_byte_by_byte() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"first\nsecond\n")
+        lines, out = both_ways(theirs.detach())
+        with lines, out:
+            out.write(b"reply\n")
+            assert lines.readline() == b"first\n" and ours.recv(10) == b"reply\n"
+            os.set_blocking(lines.fileno(), False)
+            with pytest.raises(BlockingIOError):
+                os.read(lines.fileno(), 1)  # the second is here already
+            assert lines.readline() == b"second\n"

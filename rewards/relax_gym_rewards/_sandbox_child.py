@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from typing import Any
+from typing import Any, BinaryIO
 
 READY, PASSED, FAILED, UNSUPPORTED = b"r", 90, 91, 92
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY_NOSUID = 442, -100, 0x8000, 3
@@ -101,21 +101,27 @@ def unpack(data: Any) -> Any:
     return makers[kind](value)
 
 
+def both_ways(fd: int) -> tuple[BinaryIO, BinaryIO]:
+    """The channel to read lines from, and to write to at once. A socket has no buffer for both."""
+    return open(fd, "rb"), open(fd, "wb", buffering=0, closefd=False)
+
+
 def serve(fd: int) -> None:
     """Run the program, then call its functions for the process that holds the tests."""
     names: dict[str, Any] = {"__name__": "program"}
     with open("/tmp/given/program.py", encoding="utf-8") as file:
         source = file.read()
     exec(compile(source, "program.py", "exec"), names)
-    with open(fd, "r+b", buffering=0) as channel:
-        for line in iter(channel.readline, b""):
+    requests, replies = both_ways(fd)
+    with requests, replies:
+        for line in requests:
             name, arguments, keywords = unpack(json.loads(line))
             try:
                 reply = ["value", names[name](*arguments, **keywords)]
                 out = json.dumps(pack(reply))
             except Exception as error:
                 out = json.dumps(pack(["error", [type(error).__name__, str(error)[:1000]]]))
-            channel.write(out.encode() + b"\n")
+            replies.write(out.encode() + b"\n")
 
 
 class Unsupported(BaseException):
@@ -129,8 +135,8 @@ class Gone(BaseException):
 class Remote:
     """A function of the program, seen from the tests. What it returns is plain, so that nothing of it runs here."""
 
-    def __init__(self, name: str, channel: Any) -> None:
-        self.__name__, self.__channel = name, channel
+    def __init__(self, name: str, replies: Any, requests: Any) -> None:
+        self.__name__, self.__replies, self.__requests = name, replies, requests
 
     def __getattr__(self, name: str) -> Any:
         raise Unsupported
@@ -141,11 +147,11 @@ class Remote:
         except TypeError:
             raise Unsupported from None
         try:
-            self.__channel.write(request.encode() + b"\n")
+            self.__requests.write(request.encode() + b"\n")
         except OSError:
             raise Gone from None
         try:
-            kind, value = unpack(json.loads(self.__channel.readline()))
+            kind, value = unpack(json.loads(self.__replies.readline()))
             if kind != "value":
                 error, text = map(str, value)
         except Exception:
@@ -167,9 +173,10 @@ def judge(fd: int) -> int:
     with open("/tmp/given/test.py", encoding="utf-8") as file:
         tree = ast.parse(file.read())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    with open(fd, "r+b", buffering=0) as channel:
+    replies, requests = both_ways(fd)
+    with replies, requests:
         names: dict[str, Any] = {"__name__": "test"}
-        names |= {name: Remote(name, channel) for name in used if not hasattr(builtins, name)}
+        names |= {name: Remote(name, replies, requests) for name in used if not hasattr(builtins, name)}
         try:
             exec(compile(tree, "test.py", "exec"), names)
         except Unsupported:

@@ -30,7 +30,7 @@ class Code:
     `output`, for a program that reads and prints, or a text with assertions that call functions of the program. The
     text runs in a sandbox of its own; plain values (numbers, texts, lists, tuples, sets, mappings, None) and exceptions
     pass between the two, so a program sees neither tests nor expected values and cannot write a verdict. A test that
-    passes anything else leaves the episode unscored.
+    passes anything else leaves the episode unscored; a program that returns anything else fails the test.
 
     Each test starts a new process without network, other processes, environment or files to write outside an empty
     folder; `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
