@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,24 +161,52 @@ def _commands() -> Iterator[str]:
             continue
 
 
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """A folder that everybody may read and that is not below /tmp, which the sandbox replaces."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 @needs_namespaces
-def test_k95_a_program_reaches_no_network_no_files_no_environment_and_no_tests(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_k95_a_program_reaches_no_network_no_data_no_daemons_no_environment_and_no_tests(
+    monkeypatch: pytest.MonkeyPatch, outside: Path
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:1")
+    (outside / "answers").write_text("42")
     program = (
         "import os, socket\n"
         "def refused(call):\n"
         "  try: call()\n"
         "  except OSError: return True\n"
         "  return False\n"
-        f"print(refused(lambda: open({str(tmp_path / 'x')!r}, 'w')), refused(lambda: open('/var/tmp/x', 'w')))\n"
+        f"print(refused(lambda: open({str(outside / 'answers')!r})), refused(lambda: open({__file__!r})))\n"
+        f"print(refused(lambda: socket.socket(socket.AF_UNIX).connect({str(outside / 'daemon')!r})))\n"
+        "print(refused(lambda: open('/usr/x', 'w')), refused(lambda: os.mkdir('/etc/x')), os.path.exists('/var'))\n"
         "print(refused(lambda: open('given/program.py', 'w')), os.listdir('.'), os.listdir('/proc'))\n"
         "print(refused(lambda: socket.create_connection(('127.0.0.1', 9), 1)), refused(lambda: os.mkdir('/x')))\n"
         "print(sorted(set(os.environ) - {'LC_CTYPE'}), os.getpid())\n"
     )
-    output = "True True\nTrue ['given'] []\nTrue True\n['HOME', 'PATH'] 2"
-    assert ask(program, [{"input": "", "output": output}]) == 1.0
+    output = "True True\nTrue\nTrue True False\nTrue ['given'] []\nTrue True\n['HOME', 'PATH'] 2"
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(outside / "daemon"))
+        daemon.listen()
+        os.chmod(outside / "daemon", 0o666)
+        assert ask(program, [{"input": "", "output": output}]) == 1.0
+
+
+@needs_namespaces
+def test_a_python_behind_links_runs_programs_and_shows_nothing_beside_it(outside: Path) -> None:
+    (outside / "real" / "bin").mkdir(parents=True)
+    (outside / "real" / "pyvenv.cfg").write_text(f"home = {Path(PYTHON).resolve().parent}\n")
+    (outside / "real" / "bin" / "python").symlink_to(Path(PYTHON).resolve())
+    (outside / "linked").symlink_to("real")
+    (outside / "answers").write_text("42")
+    program = f"import ctypes, os, random, sys\nprint(sys.prefix, sorted(os.listdir({str(outside)!r})))"
+    reward = Code(python=str(outside / "linked" / "bin" / "python"))
+    tests = [{"input": "", "output": f"{outside / 'linked'} ['linked', 'real']"}]
+    assert asyncio.run(reward(episode(program, tests=tests))) == 1.0
 
 
 @needs_namespaces

@@ -1,4 +1,4 @@
-"""Does the program in the last action pass its tests? Run where it can reach neither these nor anything else."""
+"""Does the program in the last action pass its tests? Run where it can read no files but Python's."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Code:
     pass between the two, so a program sees neither tests nor expected values and cannot write a verdict. A test that
     passes anything else leaves the episode unscored; a program that returns anything else fails the test.
 
-    Each test starts a new process without network, other processes, environment or files to write outside an empty
-    folder; `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
+    Each test starts a new process without network, other processes or environment. It can read `/usr` and the folders
+    of its Python, what is installed there included, and write to an empty folder; all else, and each socket, is out of
+    reach. `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
     `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails;
     once one has taken too long the other tests count as failed without running. `workers` programs are scored at the
     same time, by default as many as there are cores.
