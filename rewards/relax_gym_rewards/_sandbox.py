@@ -1,4 +1,4 @@
-"""Programs of a policy, in Linux namespaces of their own: no network, no other process, no file but Python's."""
+"""Programs of a policy, in Linux namespaces of their own: no network, no other process, no data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the program in the last action pass its tests? Run where it can read no files but Python's."""
+"""Does the program in the last action pass its tests? Run where it can read only files of Python and the system."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ class Code:
     of its Python, what is installed there included, and write to an empty folder; all else, and each socket, is out of
     reach. `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
     `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails;
-    once one has taken too long the other tests count as failed without running. `workers` programs are scored at the
-    same time, by default as many as there are cores.
-    `python` runs the programs, by default the one that runs relax-gym, or the system's where not everybody may read
-    that one. Needs Linux with user namespaces; a run does not start where they are refused.
+    once one has taken too long the other tests count as failed without running.
+
+    `workers` programs are scored at the same time, by default as many as there are cores. `python` runs them, by
+    default the one that runs relax-gym, or the system's where not everybody may read that one. Needs Linux with user
+    namespaces; a run does not start where they are refused.
     """
 
     def __init__(
