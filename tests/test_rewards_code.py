@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +20,8 @@ from reward_kit import episode
 from relax_gym.errors import ConfigError, RewardError
 from relax_gym.rescoring import load_reward
 from relax_gym.scoring import WeightedReward, score
-from relax_gym_rewards._sandbox import MIB, Limits, run
-from relax_gym_rewards._sandbox_child import pack, unpack
+from relax_gym_rewards._sandbox import MIB, Finished, Limits, run
+from relax_gym_rewards._sandbox_child import FAILED, both_ways, pack, unpack
 from relax_gym_rewards.code import Code
 
 
@@ -68,6 +70,8 @@ def ask(program: str, tests: Any, files: Any = None, **options: Any) -> float:
         ("def f(): return 1\nprint('noise' * 1000)", ["assert f() == 1"], 1.0),
         ("def f(): return undefined", ["assert f() == 1"], 0.0),
         ("def g(): return 1", ["assert f() == 1"], 0.0),
+        ("class Solution:\n    def f(self, x): return x + 1", ["assert Solution().f(1) == 2"], 0.0),
+        ("def f(n): return list(range(n))", ["assert f(10000) == list(range(10000))"], 1.0),
         (
             "import sys\nfor line in sys.stdin: print(line[::-1].strip())",
             [{"input": "ab\ncd\n", "output": "ba\ndc"}],
@@ -123,6 +127,10 @@ def test_k82_no_program_can_write_its_own_verdict(program: str) -> None:
         "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
         "import os, time\nif os.fork() == 0:\n  os.setsid()\n"
         "  if os.fork() == 0:\n    time.sleep(1000)\ntime.sleep(1000)",
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0)\n"
+        "try: os.setsid()\nexcept OSError: pass\ntime.sleep(1000)",
+        "import ctypes, os, time\nctypes.CDLL(None).prctl(1, 0)\nif os.fork() == 0:\n"
+        "  os.setsid()\n  time.sleep(1000)\nos.kill(0, 9)",
         "x = bytearray(10**10)",
         "while True: print('x' * 10**6)",
         "open('big', 'wb').write(bytes(10**8))",
@@ -153,24 +161,62 @@ def _commands() -> Iterator[str]:
             continue
 
 
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """A folder that everybody may read and that is not below /tmp, which the sandbox replaces."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 @needs_namespaces
-def test_k95_a_program_reaches_no_network_no_files_no_environment_and_no_tests(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_k95_a_program_reaches_no_network_no_data_no_daemons_no_environment_and_no_tests(
+    monkeypatch: pytest.MonkeyPatch, outside: Path
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://localhost:1")
+    (outside / "answers").write_text("42")
     program = (
         "import os, socket\n"
         "def refused(call):\n"
         "  try: call()\n"
         "  except OSError: return True\n"
         "  return False\n"
-        f"print(refused(lambda: open({str(tmp_path / 'x')!r}, 'w')), refused(lambda: open('/var/tmp/x', 'w')))\n"
+        f"print(refused(lambda: open({str(outside / 'answers')!r})), refused(lambda: open({__file__!r})))\n"
+        f"print(refused(lambda: socket.socket(socket.AF_UNIX).connect({str(outside / 'daemon')!r})))\n"
+        "print(refused(lambda: open('/usr/x', 'w')), refused(lambda: os.mkdir('/etc/x')), os.path.exists('/var'))\n"
         "print(refused(lambda: open('given/program.py', 'w')), os.listdir('.'), os.listdir('/proc'))\n"
         "print(refused(lambda: socket.create_connection(('127.0.0.1', 9), 1)), refused(lambda: os.mkdir('/x')))\n"
         "print(sorted(set(os.environ) - {'LC_CTYPE'}), os.getpid())\n"
     )
-    output = "True True\nTrue ['given'] []\nTrue True\n['HOME', 'PATH'] 1"
-    assert ask(program, [{"input": "", "output": output}]) == 1.0
+    output = "True True\nTrue\nTrue True False\nTrue ['given'] []\nTrue True\n['HOME', 'PATH'] 2"
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(outside / "daemon"))
+        daemon.listen()
+        os.chmod(outside / "daemon", 0o666)
+        assert ask(program, [{"input": "", "output": output}]) == 1.0
+
+
+@needs_namespaces
+def test_a_python_behind_links_runs_programs_and_shows_nothing_beside_it(outside: Path) -> None:
+    (outside / "real" / "bin").mkdir(parents=True)
+    (outside / "real" / "pyvenv.cfg").write_text(f"home = {Path(PYTHON).resolve().parent}\n")
+    (outside / "real" / "bin" / "python").symlink_to(Path(PYTHON).resolve())
+    (outside / "linked").symlink_to("real")
+    (outside / "answers").write_text("42")
+    program = f"import ctypes, os, random, sys\nprint(sys.prefix, sorted(os.listdir({str(outside)!r})))"
+    reward = Code(python=str(outside / "linked" / "bin" / "python"))
+    tests = [{"input": "", "output": f"{outside / 'linked'} ['linked', 'real']"}]
+    assert asyncio.run(reward(episode(program, tests=tests))) == 1.0
+
+
+@needs_namespaces
+def test_a_program_can_neither_trace_nor_signal_the_first_process_of_its_namespace() -> None:
+    program = (
+        "import ctypes, os\n"
+        "for number in range(1, 65): os.kill(1, number)\n"
+        "print(os.getpid() > 1, os.getppid(), os.getpgid(0) == os.getpid(), ctypes.CDLL(None).ptrace(16, 1, 0, 0))\n"
+    )
+    assert ask(program, [{"input": "", "output": "True 1 True -1"}]) == 1.0
 
 
 @needs_namespaces
@@ -214,6 +260,53 @@ def test_all_or_nothing() -> None:
     assert ask(ADD, [*ASSERTS, "assert add(1, 1) == 3"], score="all") == 0.0
 
 
+def runs(monkeypatch: pytest.MonkeyPatch, status: int | None) -> list[str]:
+    """The programs that run from now on, all with this exit status; what holds the tests outlives them and fails."""
+    ran: list[str] = []
+
+    async def instead(*_: Any, files: dict[str, str], **__: Any) -> Finished:
+        if "program.py" not in files:
+            await asyncio.sleep(0.01)
+            return Finished(status=FAILED, output="")
+        ran.append(files["program.py"])
+        await asyncio.sleep(0)
+        return Finished(status=status, output="9")
+
+    monkeypatch.setattr("relax_gym_rewards.code.run", instead)
+    return ran
+
+
+@pytest.mark.parametrize("tests", [PRINTS * 3, ASSERTS * 3])
+def test_after_a_test_that_takes_too_long_no_other_runs(monkeypatch: pytest.MonkeyPatch, tests: Any) -> None:
+    ran = runs(monkeypatch, status=None)
+    assert ask("endless", tests) == 0.0 and len(ran) == 1
+
+
+@pytest.mark.parametrize("tests", [PRINTS * 3, ASSERTS * 3])
+@pytest.mark.parametrize(("score", "number"), [("fraction", 3), ("all", 1)])
+def test_all_or_nothing_ends_with_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, tests: Any, score: str, number: int
+) -> None:
+    ran = runs(monkeypatch, status=1)
+    assert ask("wrong", tests, score=score) == 0.0 and len(ran) == number
+
+
+def test_an_episode_keeps_its_slot_for_all_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = runs(monkeypatch, status=0)
+
+    async def together() -> list[float]:
+        reward = Code(workers=1)
+        return await asyncio.gather(*(reward(episode(name, tests=PRINTS * 3)) for name in ("first", "second")))
+
+    assert asyncio.run(together()) == [1.0, 1.0] and ran == ["first"] * 3 + ["second"] * 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux has it")
+def test_by_default_as_many_programs_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5})
+    assert Code().workers == 3
+
+
 def test_a_sandbox_that_cannot_be_made_is_no_failure_of_the_program() -> None:
     with pytest.raises(RewardError, match="sandbox cannot be made"):
         asyncio.run(Code(python="/nonexistent/python")(episode(ADD, tests=PRINTS)))
@@ -243,3 +336,17 @@ def test_plain_values_keep_their_types_between_processes() -> None:
     assert repr(unpack(pack(value))[:-1]) == repr(value[:-1]) and unpack(pack(value)) == value
     with pytest.raises(TypeError, match="object cannot leave"):
         pack(object())
+
+
+def test_lines_between_processes_are_not_read_byte_by_byte() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"first\nsecond\n")
+        lines, out = both_ways(theirs.detach())
+        with lines, out:
+            out.write(b"reply\n")
+            assert lines.readline() == b"first\n" and ours.recv(10) == b"reply\n"
+            os.set_blocking(lines.fileno(), False)
+            with pytest.raises(BlockingIOError):
+                os.read(lines.fileno(), 1)  # the second is here already
+            assert lines.readline() == b"second\n"

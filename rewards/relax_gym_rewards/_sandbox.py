@@ -1,4 +1,4 @@
-"""Programs of a policy, in Linux namespaces of their own: no network, no other process, no file they could write."""
+"""Programs of a policy, in Linux namespaces of their own: no network, no other process, no data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Limits:
             "RLIMIT_CPU": int(self.seconds) + 1,
             "RLIMIT_AS": self.memory * MIB,
             "RLIMIT_FSIZE": self.disk * MIB,
-            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NPROC": self.processes + 1,  # the namespace has a first process beside them
             "RLIMIT_NOFILE": self.files,
             "RLIMIT_CORE": 0,
         }
@@ -126,6 +126,6 @@ def _advice(python: str) -> str:
     if missing:
         return f"{' and '.join(missing)} not found; install util-linux and coreutils"
     return (
-        f"it takes Linux 5.12 with user namespaces, and {python} must be readable "
+        f"it takes Linux 5.12 with user namespaces and pivot_root, and {python} must be readable "
         "by everybody when relax-gym runs as root (name another with python = …)"
     )

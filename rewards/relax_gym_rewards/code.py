@@ -1,8 +1,9 @@
-"""Does the program in the last action pass its tests? Run where it can reach neither these nor anything else."""
+"""Does the program in the last action pass its tests? Run where it can read only files of Python and the system."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import sys
@@ -29,13 +30,17 @@ class Code:
     `output`, for a program that reads and prints, or a text with assertions that call functions of the program. The
     text runs in a sandbox of its own; plain values (numbers, texts, lists, tuples, sets, mappings, None) and exceptions
     pass between the two, so a program sees neither tests nor expected values and cannot write a verdict. A test that
-    passes anything else leaves the episode unscored.
+    passes anything else leaves the episode unscored; a program that returns anything else fails the test.
 
-    Each test starts a new process without network, other processes, environment or files to write outside an empty
-    folder; `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
-    `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails.
-    `python` runs the programs, by default the one that runs relax-gym, or the system's where not everybody may read
-    that one. Needs Linux with user namespaces; a run does not start where they are refused.
+    Each test starts a new process without network, other processes or environment. It can read `/usr` and the folders
+    of its Python, what is installed there included, and write to an empty folder; all else, and each socket, is out of
+    reach. `info[files_field]`, a mapping of names to texts, lies read-only in `given/`. A program that exceeds
+    `seconds` (the start of about 0.1 s included), `memory`, `disk` (MiB each; output included) or `processes` fails;
+    once one has taken too long the other tests count as failed without running.
+
+    `workers` programs are scored at the same time, by default as many as there are cores. `python` runs them, by
+    default the one that runs relax-gym, or the system's where not everybody may read that one. Needs Linux with user
+    namespaces; a run does not start where they are refused.
     """
 
     def __init__(
@@ -48,10 +53,11 @@ class Code:
         memory: int = 512,
         disk: int = 16,
         processes: int = 16,
-        workers: int = 2,
+        workers: int | None = None,
         python: str = "",
     ) -> None:
         choice_option("code", "score", score, ("fraction", "all"))
+        workers = cores() if workers is None else workers
         numbers = {"seconds": seconds, "memory": memory, "disk": disk, "processes": processes, "workers": workers}
         for name, value in numbers.items():
             if not value > 0:
@@ -95,18 +101,30 @@ class Code:
         blocks = BLOCK.findall(text)
         given = {**files, "program.py": blocks[-1] if blocks else text}
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.workers))
-        passed = 0
-        for test in tests:
-            async with slots:
-                passed += await (self._asserts(given, test) if isinstance(test, str) else self._prints(given, test))
+        async with slots:
+            passed = await self._passed(given, tests)
         return passed / len(tests) if self.score == "fraction" else float(passed == len(tests))
 
-    async def _prints(self, given: Mapping[str, str], test: Mapping[str, str]) -> bool:
+    async def _passed(self, given: Mapping[str, str], tests: list[Any]) -> int:
+        """How many tests pass. After one that takes too long, or one that decides the score, the others do not run."""
+        passed = 0
+        for test in tests:
+            verdict = await (self._asserts(given, test) if isinstance(test, str) else self._prints(given, test))
+            if verdict is None or not (verdict or self.score == "fraction"):
+                break
+            passed += verdict
+        return passed
+
+    async def _prints(self, given: Mapping[str, str], test: Mapping[str, str]) -> bool | None:
+        """Whether the test passes, None when it took too long."""
         arguments = ["/tmp/given/program.py"]
         done = await run(self.python, arguments, files=given, limits=self.limits, stdin=test["input"])
+        if done.status is None:
+            return None
         return done.status == 0 and _lines(done.output) == _lines(test["output"])
 
-    async def _asserts(self, given: Mapping[str, str], test: str) -> bool:
+    async def _asserts(self, given: Mapping[str, str], test: str) -> bool | None:
+        """Whether the test passes, None when it took too long."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             program = asyncio.ensure_future(
@@ -130,13 +148,21 @@ class Code:
             finally:
                 program.cancel()
                 await asyncio.wait({program})
+        late = verdict.status is None
         if not program.cancelled():
-            program.result()  # a sandbox that cannot be made is no fault of the program
+            late |= program.result().status is None  # raises for a sandbox that cannot be made, no fault of the program
         if verdict.status == UNSUPPORTED:
             raise RewardError(f"code: a test passes or uses more than functions and plain values: {test!r:.200}")
         if verdict.status == 1:
             raise RewardError(f"code: a test is no Python: {test!r:.200}")
+        if verdict.status != PASSED and late:
+            return None
         return verdict.status == PASSED
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_test(test: Any) -> bool:
