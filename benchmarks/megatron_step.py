@@ -232,12 +232,13 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    print("\n| learner | rows | at once | recompute | layout | s | tokens/s | MFU | peak GB | to one GPU of Megatron |")
-    print("|---|---|---:|---|---|---:|---:|---:|---:|---:|")
+    print("\n| learner | rows | at once | log-prob chunk | recompute | layout | s | tokens/s | MFU | peak GB ", end="")
+    print("| to one GPU of Megatron |")
+    print("|---|---|---:|---:|---|---|---:|---:|---:|---:|---:|")
     for row in rows:
         layout = ",".join(f"{name}={size}" for name, size in row["layout"].items())
         head = f"| {row['learner']} {row['dtype']} | {row['rows']} x {row['prompt']}+{row['completion']} | "
-        head += f"{row['at_once']:,} | {row['recompute']} | {layout} | "
+        head += f"{row['at_once']:,} | {row['logprob_chunk'] or ''} | {row['recompute']} | {layout} | "
         if "median" not in row:
             print(f"{head}{row['error']} | | | | |")
             continue

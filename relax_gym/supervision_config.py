@@ -11,9 +11,9 @@ class SupervisionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     start: float = Field(3600, gt=0, description="the sampler's start, or the loading of a checkpoint")
-    rollout: float = Field(7200, gt=0, description="the groups of a step, or an evaluation")
+    rollout: float = Field(7200, gt=0, description="the groups of a step and the end of aborted ones, or an evaluation")
     learner: float = Field(3600, gt=0, description="a step of the learner")
-    publish: float = Field(1800, gt=0, description="new weights, from the learner to the sampler")
+    publish: float = Field(1800, gt=0, description="new weights for the sampler, or the memory that it frees")
     checkpoint: float = Field(3600, gt=0, description="the writing of a checkpoint")
     close: float = Field(120, gt=0, description="the end of each part, once the run has failed or is over")
     loop: float = Field(600, gt=0, description="a blocking call in the event loop")

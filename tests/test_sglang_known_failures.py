@@ -293,6 +293,8 @@ def test_servers_know_the_gpus_of_their_ranks(tmp_path: Path, monkeypatch: pytes
     assert launch(0, two, context, devices=None).engine.devices == ("0", "1")
     assert launch(0, two, context, devices="5, 3,4").engine.devices == ("5", "3")
     assert launch(0, second, context, devices=None).engine.devices == ("1",)
+    told = SGLangSamplerOptions(env={"CUDA_VISIBLE_DEVICES": "3"})
+    assert launch(0, told, context, devices="1").engine.devices == ("3",)
     colocated = SGLangSamplerOptions(colocate=True)
     assert launch(0, colocated, context, devices="1").engine.devices == ("1",)
     with pytest.raises(ConfigError, match=r"GPU 7, which the learner does not see \(it sees \['0', '1'\]\)"):

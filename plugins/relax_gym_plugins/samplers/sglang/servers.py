@@ -17,6 +17,7 @@ from relax_gym_plugins.samplers.sglang.process import ServerProcess
 from relax_gym_plugins.samplers.sglang.weights import gpus
 
 RAW_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 RANKS = (("base_gpu_id", 0), ("gpu_id_step", 1), ("tp_size", 1))
 """Arguments of a server that say which GPUs its ranks take, and their defaults."""
 
@@ -52,17 +53,18 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, d
         media["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # it would keep what older weights made of an image
         if "video" in context.processor.tokens:
             arguments |= wire_video.ARGUMENTS
-    visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    visible = {} if devices is None else {VISIBLE: devices}
+    environment = {**media, **visible, **options.env}
     process = ServerProcess(
         options.python or sys.executable,
         context.model_path,
         {**arguments, **options.server_args},
         log=context.run_dir / "sglang" / f"server-{number}.log",
-        env={**media, **visible, **options.env},
+        env=environment,
         timeout=options.launch_timeout,
     )
     engine = Engine(f"server {number}")
-    engine.devices = _gpus(options, devices)
+    engine.devices = _gpus(options, environment.get(VISIBLE))
 
     async def connect() -> None:
         await process.start()
@@ -76,17 +78,18 @@ def launch(number: int, options: SGLangSamplerOptions, context: RunContext, *, d
     return Member(engine, connect=connect, close=close, launched=True, devices=devices)
 
 
-def _gpus(options: SGLangSamplerOptions, devices: str | None) -> tuple[str, ...]:
-    """Those of the ranks of a launched server. Raises ConfigError when the learner cannot fill memory there that is
-    freed now and then."""
-    names = gpus.visible() if devices is None else [name.strip() for name in devices.split(",")]
+def _gpus(options: SGLangSamplerOptions, visible: str | None) -> tuple[str, ...]:
+    """Those that the ranks of a launched server take of the `visible` ones, None for the learner's. Raises ConfigError
+    when the learner cannot fill memory there that is freed now and then."""
+    names = gpus.visible() if visible is None else gpus.named(visible)
     number = {name.replace("-", "_"): value for name, value in options.server_args.items()}
     first, step, ranks = (int(number.get(name) or usual) for name, usual in RANKS)
-    own = gpus.of_ranks(names, ranks=ranks, first=first, step=step)
+    own = tuple(names[first::step][:ranks])
     unseen = [name for name in own if gpus.ordinal(name) is None]
     if unseen and options.colocate and torch.cuda.is_available():
         raise ConfigError(
-            f"sampler.devices names GPU {unseen[0]}, which the learner does not see (it sees {gpus.visible()}): with "
-            "colocate it must, to bring weights there; add it to CUDA_VISIBLE_DEVICES of relax-gym, or name another"
+            f"an SGLang server is to have GPU {unseen[0]}, which the learner does not see (it sees {gpus.visible()}): "
+            "with colocate it must, to bring weights there; add it to CUDA_VISIBLE_DEVICES of relax-gym, or name "
+            "another in sampler.devices"
         )
     return own
