@@ -54,8 +54,8 @@ starts them before."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one process measures. `at_once` is in tokens, for TRL in rows; `layout` as for the learner's options, and
-    `logprob_chunk` too, where it is not 0."""
+    """What one process measures. `at_once` is in tokens, for TRL in rows; `layout` and `offload_optimizer` as for the
+    learner's options, and `logprob_chunk` too, where it is not 0."""
 
     learner: str
     size: str
@@ -65,6 +65,7 @@ class Case:
     at_once: int
     logprob_chunk: int = 0
     recompute: str = "none"
+    offload_optimizer: bool = False
     dtype: str = "bfloat16"
     layout: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -132,7 +133,8 @@ def make_learner(case: Case, model: Path, folder: Path, limit: float) -> Any:
     from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 
     limits = {"timeout": limit, "start_timeout": limit}
-    options = MegatronLearnerOptions(recompute=case.recompute, **case.layout, **limits, **common)
+    memory = {"recompute": case.recompute, "offload_optimizer": case.offload_optimizer}
+    options = MegatronLearnerOptions(**memory, **case.layout, **limits, **common)
     return MegatronLearner(context, options)
 
 
@@ -175,9 +177,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
     short = {**batch, "rows": args.trl_rows, "prompt": args.trl_prompt, "completion": args.trl_completion}
     found = []
     if "steps" in args.cases:
-        ways = itertools.product(args.recompute, args.micro_batch_tokens, args.logprob_chunk)
-        for way, n, chunk in ways:
-            found.append(Case(learner="megatron", at_once=n, recompute=way, logprob_chunk=chunk, **batch))
+        ways = itertools.product(args.offload_optimizer, args.recompute, args.micro_batch_tokens, args.logprob_chunk)
+        for away, way, n, chunk in ways:
+            memory = {"recompute": way, "offload_optimizer": bool(away)}
+            found.append(Case(learner="megatron", at_once=n, logprob_chunk=chunk, **memory, **batch))
     if "torch" in args.cases:
         found += [Case(learner="torch", at_once=n, **batch) for n in args.micro_batch_tokens]
     if "trl" in args.cases:
@@ -232,13 +235,14 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    print("\n| learner | rows | at once | log-prob chunk | recompute | layout | s | tokens/s | MFU | peak GB ", end="")
-    print("| to one GPU of Megatron |")
-    print("|---|---|---:|---:|---|---|---:|---:|---:|---:|---:|")
+    print("\n| learner | rows | at once | log-prob chunk | recompute | optimizer in | layout ", end="")
+    print("| s | tokens/s | MFU | peak GB | to one GPU of Megatron |")
+    print("|---|---|---:|---:|---|---|---|---:|---:|---:|---:|---:|")
     for row in rows:
         layout = ",".join(f"{name}={size}" for name, size in row["layout"].items())
         head = f"| {row['learner']} {row['dtype']} | {row['rows']} x {row['prompt']}+{row['completion']} | "
-        head += f"{row['at_once']:,} | {row['logprob_chunk'] or ''} | {row['recompute']} | {layout} | "
+        head += f"{row['at_once']:,} | {row['logprob_chunk'] or ''} | {row['recompute']} | "
+        head += f"{'host' if row['offload_optimizer'] else ''} | {layout} | "
         if "median" not in row:
             print(f"{head}{row['error']} | | | | |")
             continue
@@ -257,6 +261,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--micro-batch-tokens", nargs="+", type=int, default=[64, 128] if tiny else [8192, 16384, 32768])
     made.add_argument("--recompute", nargs="+", default=["none", "full"], choices=["none", "selective", "full"])
     made.add_argument("--logprob-chunk", nargs="+", type=int, default=[0], help="of `steps`; 0: the learner's own")
+    made.add_argument("--offload-optimizer", nargs="+", type=int, default=[0], choices=[0, 1], help="of `steps`")
     made.add_argument("--layouts", nargs="*", default=[], metavar="dp=2")
     for name, small, large in (("rows", 8, 64), ("prompt", 8, 256), ("completion", 24, 768)):
         made.add_argument(f"--{name}", type=int, default=small if tiny else large)

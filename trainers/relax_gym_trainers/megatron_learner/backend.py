@@ -100,6 +100,7 @@ class MegatronBackend:
     def begin(self) -> None:
         """See `Backend.begin`."""
         for chunk in self.chunks:
+            chunk.restore_grad_buffers(synchronize=False)  # where a rest has freed them
             chunk.zero_grad_buffer()
 
     def plan(

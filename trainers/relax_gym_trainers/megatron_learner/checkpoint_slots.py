@@ -144,7 +144,7 @@ def set_moments(slot: Slot, moments: dict[str, Tensor], step: int) -> None:
     group = next(group for group in inner.param_groups if any(one is main for one in group["params"]))
     if isinstance(inner, torch.optim.Adam):  # AdamW is one
         on_device = group.get("fused") or group.get("capturable")
-        state["step"] = torch.tensor(float(step), device=main.device if on_device else "cpu")
+        state["step"] = torch.tensor(float(step), device=slot.parameter.device if on_device else "cpu")
     else:  # Transformer Engine's and Apex's count for a whole group
         group["step"] = step
     inner.state[main] = state

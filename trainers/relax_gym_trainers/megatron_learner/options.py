@@ -20,7 +20,7 @@ class MegatronLearnerOptions(LearnerOptions):
 
     may_change = (
         *("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "distributed_optimizer", "recompute"),
-        *("offload_reference", "micro_batch_tokens", "logprob_chunk"),
+        *("offload_reference", "offload_optimizer", "micro_batch_tokens", "logprob_chunk"),
         *("checkpoint_model", "launcher", "timeout", "start_timeout"),
     )
 
@@ -55,6 +55,9 @@ class MegatronLearnerOptions(LearnerOptions):
     )
     offload_reference: bool = Field(
         False, description="keep weights of reference and teachers in host memory, on the devices only for their passes"
+    )
+    offload_optimizer: bool = Field(
+        False, description="keep moments and float32 weights in host memory, on the devices only for updates"
     )
     lora: LoraOptions | None = None
     checkpoint_model: bool = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from relax_gym_trainers.megatron_learner import hf, lora, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
 from relax_gym_trainers.megatron_learner.checkpoint import Checkpointer
 from relax_gym_trainers.megatron_learner.distillation import load_distiller
-from relax_gym_trainers.megatron_learner.optimizer import add_up, apply_gradient, build_optimizer, forget, wrap
+from relax_gym_trainers.megatron_learner.optimizer import (
+    HostState,
+    add_up,
+    apply_gradient,
+    build_optimizer,
+    forget,
+    wrap,
+)
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout, destroy, initialise
 from relax_gym_trainers.megatron_learner.ranks import Place
@@ -74,6 +82,8 @@ class RankLearner(PolicyLearner):
             lora.adapt(chunks, self._config, whole, self.layout, options.lora, seed=config.seed, **encoders)
         wrapped = wrap(chunks, options)
         self.optimizer = build_optimizer(wrapped, options, self._dtype)
+        weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._host_state = HostState(self.optimizer, weights) if options.offload_optimizer else None
         head = Head(
             vocabulary=self._config.vocab_size,
             temperature=config.rollout.temperature,
@@ -102,7 +112,8 @@ class RankLearner(PolicyLearner):
         """See `PolicyLearner.apply`."""
         self._warming_up |= imitation
         add_up(self.backend.chunks)
-        return apply_gradient(self.optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
+        with contextlib.nullcontext() if self._host_state is None else self._host_state.on_device():
+            return apply_gradient(self.optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
 
     def leave_warmup(self) -> None:
         """See `PolicyLearner.leave_warmup`."""
@@ -118,9 +129,10 @@ class RankLearner(PolicyLearner):
         return self.imitate(batch, lr=lr)
 
     def rest(self) -> None:
-        """Give a GPU what torch keeps of it for the next step."""
+        """Give a GPU the gradients' buffers and what torch keeps of it for the next step."""
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            for chunk in self.backend.chunks:
+                chunk.offload_grad_buffers()
 
     def weights(self) -> Weights:
         """All weights on every rank, gathered in buckets."""

@@ -1,0 +1,88 @@
+"""Moments and float32 weights in host memory, and on the devices for updates only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import random_batch, save_model, weights
+from megatron_learner_kit import TINY, Case, on_ranks, rank_learner, without_times
+from torch import Tensor
+from transformers import Qwen3Config
+
+from relax_gym.types import Metrics
+from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.megatron_learner.rank import RankLearner
+from relax_gym_trainers.megatron_learner.rank_service import Place
+
+Found = tuple[list[Metrics], dict[str, Tensor]]
+
+
+def kept(trainer: RankLearner) -> list[Tensor]:
+    """What the optimizer has for itself: float32 copies of weights, if the model has others, and moments."""
+    model = {p.untyped_storage().data_ptr() for chunk in trainer.backend.chunks for p in chunk.parameters()}
+    optimizer = trainer.optimizer.chained_optimizers[0].optimizer
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    found += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in model]
+
+
+def trained(layout: Layout, place: Place, folder: Path, options: dict[str, Any], out: Path) -> list[Found]:
+    """A warm-up, two steps, a checkpoint and two more; then the latter two by learners that load it."""
+    found = []
+    for number, (saves, offload) in enumerate(((True, False), (True, True), (False, False), (False, True))):
+        case = Case(algorithm={"kl_coef": 0.1}, options={**options, "offload_optimizer": offload})
+        trainer, metrics = rank_learner(layout, place, number, folder, case), []
+        checkpoint = out / ("offloaded" if offload == saves else "resident")  # which the other kind has written
+        if saves:
+            metrics = [trainer.imitate(random_batch(9), lr=1e-3)]
+            metrics += [trainer.step(random_batch(seed)) for seed in range(2)]
+            trainer.save_state(checkpoint)
+            trainer.finish_save()
+        else:
+            trainer.load(checkpoint)
+        places = {tensor.data_ptr() for tensor in kept(trainer)}
+        metrics += [trainer.step(random_batch(seed)) for seed in range(2, 4)]
+        assert (places == {tensor.data_ptr() for tensor in kept(trainer)}) != offload
+        found.append((without_times(metrics), weights(trainer)))
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16", "updates_per_step": 2}, {"dtype": "bfloat16", "distributed_optimizer": False}, {}],
+    ids=str,
+)
+def test_steps_and_checkpoints_are_the_same_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = save_model(tmp_path / "model", Qwen3Config(**TINY))
+    for (metrics, last), *others in on_ranks(Layout(dp=2), trained, folder, options, tmp_path):
+        assert metrics[-1]["kl"] > 0
+        for other, found in others:
+            assert other == metrics[-len(other) :]
+            assert all(torch.equal(last[name], value) for name, value in found.items())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_only_weights_are_there_while_the_learner_rests(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", Qwen3Config(**TINY | {"hidden_size": 512, "intermediate_size": 8192}))
+    found = {}
+    for number, offload in enumerate((False, True)):
+        case = Case(options={"dtype": "bfloat16", "offload_optimizer": offload})
+        place = Place(rank=0, world=1, init_method=f"file://{tmp_path}/meeting")
+        before = torch.cuda.memory_allocated()
+        trainer = rank_learner(Layout(), place, number, folder, case)
+        metrics = []
+        for seed in range(2):
+            metrics.append(trainer.step(random_batch(seed)))
+            trainer.rest()
+        assert all(tensor.is_pinned() for tensor in kept(trainer)) == offload
+        size = sum(tensor.numel() for tensor in weights(trainer).values())
+        found[offload] = without_times(metrics), (torch.cuda.memory_allocated() - before) / size
+        trainer.close()
+        del trainer
+    assert found[True][0] == found[False][0]
+    assert found[True][1] == pytest.approx(2, rel=0.1)  # bytes a parameter
+    assert found[False][1] == pytest.approx(14, rel=0.1)
