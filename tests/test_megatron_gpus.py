@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
 TOLERANCE = 2e-4  # in float32; the order of sums is another one than on a CPU
 STEPS = Case(
     algorithm={"kl_coef": 0.1, "entropy_coef": 0.01},
-    options={"updates_per_step": 2, "timeout": 120.0, "start_timeout": 120.0},
+    options={"updates_per_step": 2},
     steps=batches(2, groups=4, size=2),
     temperature=0.8,
 )
@@ -66,8 +67,9 @@ def _rank(rank: int, world: int, cases: Sequence[tuple[Path, Layout]], folder: P
 
 
 def _outcomes(place: Place, cases: Sequence[tuple[Path, Layout]]) -> Iterator[Outcome]:
+    impatient = dataclasses.replace(STEPS, options={**STEPS.options, "timeout": 120.0, "start_timeout": 120.0})
     for number, (model, layout) in enumerate(cases):
-        trainer = rank_learner(layout, place, number, model, STEPS)
+        trainer = rank_learner(layout, place, number, model, impatient)
         found = outcome(trainer, STEPS)
         yield Outcome(found.metrics, {name: tensor.cpu() for name, tensor in found.weights.items()})
         trainer.close()
