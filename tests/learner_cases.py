@@ -41,7 +41,7 @@ def qwen3(**changes: Any) -> Qwen3Config:
 
 
 def save_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

@@ -84,5 +84,5 @@ def test_on_a_gpu_only_weights_are_there_while_the_learner_rests(tmp_path: Path)
         trainer.close()
         del trainer
     assert found[True][0] == found[False][0]
-    assert found[True][1] == pytest.approx(2, rel=0.1)  # bytes a parameter
-    assert found[False][1] == pytest.approx(14, rel=0.1)
+    assert found[False][1] - found[True][1] == pytest.approx(12, rel=0.1)  # bytes a parameter
+    assert found[True][1] < 4  # two of the weights, and what cuBLAS keeps
