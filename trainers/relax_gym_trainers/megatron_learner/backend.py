@@ -126,16 +126,18 @@ class MegatronBackend:
             saved_tokens=0,
         )
 
-    def score_all(self, part: Part[PackedBatch]) -> list[Tensor]:
+    def score_all(self, micro_batches: Sequence[PackedBatch]) -> list[Tensor]:
         """See `Backend.score_all`. Ranks of other stages than the last get zeros."""
 
         def look(hidden: Tensor, batch: PackedBatch, share: ContextShare) -> Tensor:
             return self.over_context(self._score(hidden, batch, share)[0], batch, share)
 
-        found = self.read(part.micro_batches, look)
+        found: dict[PackedBatch, Tensor | None] = {}
+        for routed in (False, True):  # a pass replays all experts or none
+            some = [batch for batch in micro_batches if (batch.experts is not None) == routed]
+            found |= zip(some, self.read(some, look), strict=True)
         return [
-            torch.zeros(len(batch.targets)) if scores is None else scores
-            for batch, scores in zip(part.micro_batches, found, strict=True)
+            torch.zeros(len(batch.targets)) if (scores := found[batch]) is None else scores for batch in micro_batches
         ]
 
     def read(self, batches: Sequence[PackedBatch], look: Look[T]) -> list[T | None]:
