@@ -228,7 +228,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused_before_anything_changes(
     assert begun.startswith(f"{state.format('begun')} is no checkpoint that a Megatron learner has written to its end")
     assert cut.startswith(f"{state.format('cut')}/rank-00000.safetensors has 1 bytes, not ")
     assert lost.startswith(f"{state.format('lost')}/rank-00000.safetensors has no bytes, not ")
-    assert version == f"{state.format('format')} has format 99; this version reads 1"
+    assert version == f"{state.format('format')} has format 99; this version reads 2"
     assert model == (
         f"{state.format('whole')} belongs to another model (experts 4 there, 8 here); set model.name to the model that "
         "the run began with"

@@ -38,7 +38,7 @@ from relax_gym_trainers.megatron_learner.families.base import expert_size, numbe
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
 
 FOLDER = "megatron_state"
-FORMAT = 1
+FORMAT = 2
 CONFIGS = ("config.json", "generation_config.json")
 """What an export needs beside the weights."""
 
