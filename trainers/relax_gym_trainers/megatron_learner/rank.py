@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,16 +159,27 @@ class RankLearner(PolicyLearner):
         write_folder(self._export, self._source, folder if self._writes else None)
 
     def save_state(self, folder: Path) -> None:
-        """Begin to write the state into the folder; `finish_save` waits for it."""
+        """Begin to write the state into the folder, and with `checkpoint_model` a model folder; `finish_save` waits for
+        it."""
         self._checkpointer.save(
             folder,
             self._source if self._writes else None,
             reference=self._reference_moved,
+            model=self._model_writer(folder) if self.options.checkpoint_model else None,
             version=self.version,
             warming_up=self._warming_up,
             dtype=str(self._dtype).removeprefix("torch."),
             model_folder=str(self._source),
         )
+
+    def _model_writer(self, folder: Path) -> Callable[[], None] | None:
+        """On the rank that writes, what will write the weights of now; they wait in host memory."""
+        if not self._writes:
+            for _ in self._export:
+                pass
+            return None
+        weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._export]
+        return partial(write_folder, weights, self._source, folder)
 
     def finish_save(self) -> None:
         """See `Checkpointer.finish`."""
