@@ -16,16 +16,17 @@ from relax_gym.context import RunContext
 from relax_gym.models import language_config, language_prefix
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
+from relax_gym_trainers.host_state import HostState
 from relax_gym_trainers.megatron_learner import hf, lora, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
 from relax_gym_trainers.megatron_learner.checkpoint import Checkpointer
 from relax_gym_trainers.megatron_learner.distillation import load_distiller
 from relax_gym_trainers.megatron_learner.optimizer import (
-    HostState,
     add_up,
     apply_gradient,
     build_optimizer,
     forget,
+    inner,
     wrap,
 )
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
@@ -56,6 +57,7 @@ class RankLearner(PolicyLearner):
 
     options: MegatronLearnerOptions
     backend: MegatronBackend
+    _warming_up = _reference_moved = False
 
     def __init__(self, place: Place, context: RunContext, options: MegatronLearnerOptions) -> None:
         """Join the other ranks and load this one's share of the model."""
@@ -84,8 +86,7 @@ class RankLearner(PolicyLearner):
             lora.adapt(chunks, self._config, whole, self.layout, options.lora, seed=config.seed, **encoders)
         wrapped = wrap(chunks, options)
         self.optimizer = build_optimizer(wrapped, options, self._dtype)
-        weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        self._host_state = HostState(self.optimizer, weights) if options.offload_optimizer else None
+        self._host_state = HostState(inner(self.optimizer), chunks) if options.offload_optimizer else None
         head = Head(
             vocabulary=self._config.vocab_size,
             temperature=config.rollout.temperature,
@@ -101,7 +102,6 @@ class RankLearner(PolicyLearner):
         self._source = context.model_path
         self._export = hf.Export(chunks, self._config, prefix=language_prefix(self._source), bucket_bytes=BUCKET_BYTES)
         self._gathering, self._writes = iter(self._export), place.rank == 0
-        self._warming_up = self._reference_moved = False
         control = self.backend.control
         adapters = lora.facts(chunks, self._config, options, context.model_path, control)
         self._checkpointer = Checkpointer(
