@@ -327,7 +327,7 @@ def measure(mode: str, model: Path, folder: Path, args: argparse.Namespace, seco
     config = run_config(mode, model, folder, args)
     error = run_apart(config, folder, max(1.0, seconds - CLOSING_SECONDS))
     metrics = folder / "metrics.jsonl"
-    done = list(read_lines(metrics)) if metrics.exists() else []
+    done = read_lines(metrics)
     few = f"{len(done)} steps in {seconds:.0f} s, of which the last {CLOSING_SECONDS:.0f} are for its end"
     row: dict[str, Any] = {"mode": mode, "error": error or f"made no step that counts: {few}; raise --limit"}
     if lines := measured(done, mode, args):
