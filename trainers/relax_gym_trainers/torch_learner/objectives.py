@@ -168,7 +168,8 @@ class Objective:
 
     def _ask_teachers(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
         assert self.distiller is not None
-        return [dict(zip(group, self.distiller.sampled(group), strict=True)) for group in groups]
+        scores = self.distiller.sampled(groups)
+        return [dict(zip(group, found, strict=True)) for group, found in zip(groups, scores, strict=True)]
 
 
 def shape(
