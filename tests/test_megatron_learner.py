@@ -29,7 +29,7 @@ from relax_gym_trainers.megatron_learner.rank_service import Place
 
 pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOLERANCE = 2e-5  # what is reached is about 5e-6
+TOLERANCE = 5e-5  # what is reached is about 5e-6, and 2e-5 for a loss of nearly 0
 
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:
@@ -131,8 +131,8 @@ KINDS = [
     pytest.param("dense", Layout(tp=2, sequence_parallel=False), marks=pytest.mark.slow),
     pytest.param("dense", Layout(pp=2), marks=pytest.mark.slow),
     pytest.param("dense", Layout(cp=2), marks=pytest.mark.slow),
-    pytest.param("experts", Layout(dp=2, ep=2), marks=[pytest.mark.slow, pytest.mark.long]),
-    pytest.param("experts", Layout(tp=2, ep=2, etp=1), marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param("experts", Layout(dp=2, ep=2), marks=pytest.mark.slow),
+    pytest.param("experts", Layout(tp=2, ep=2, etp=1), marks=pytest.mark.slow),
 ]
 
 

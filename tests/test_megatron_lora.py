@@ -102,7 +102,7 @@ def test_any_of_the_hubs_modules_can_be_adapted_alone(folders: Folders, layout: 
         assert moved == {name for name in before if name.removesuffix(".weight").endswith(targets)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_linear_leaves_experts_out(folders: Folders) -> None:
     case = Case(options={"lora": LORA}, steps=batches(2))
     (found,) = by_megatron(Layout(tp=2, ep=2, etp=1), folders["experts"], [case])
