@@ -1,9 +1,9 @@
 """For how long a checkpoint of the Megatron learner holds a step up, and how fast it is written, read and exported.
 
-Random weights after one step, so that there are moments. State and model folder are saved with one layout and loaded with another.
-*Held up* is until training goes on, *written* until all ranks have the bytes on the disk (fsync); a save that blocked
-would hold the step up for as long. `step_while_writing` is a step right after a save beside one with nothing else to
-do. What is loaded and exported from the disk is in the page cache if it fits there.
+Random weights after one step, so that there are moments. State and model folder are saved with one layout and loaded
+with another. *Held up* is until training goes on, *written* until all ranks have the bytes on the disk (fsync); a save
+that blocked would hold the step up for as long. `step_while_writing` is a step right after a save beside one with
+nothing else to do. What is loaded and exported from the disk is in the page cache if it fits there.
 
     python benchmarks/megatron_checkpoint.py --size 0.2b --write
 """
