@@ -34,6 +34,9 @@ PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokeniz
 UNFINISHED = ".unfinished-"
 RESULTS_FILE = "results.json"
 """Of an evaluation's folder, once it has played all."""
+OR_ANOTHER, THEN_RESUME = "or choose another with --set run_dir=...", "then go on with --resume"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+PROBE = 2**16  # bytes
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
 
 
@@ -55,10 +58,9 @@ class RunFolder:
         self._config = config
         self._resume = resume
         check_run_folder(config, resume=resume)
-        with _explained(self.path):
+        with explained(f"run folder {str(self.path)!r}", OR_ANOTHER):
             self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
+            _probe(self.path)
 
     def begin(self, start_step: int) -> None:
         """The run starts after `start_step`: whatever could keep it from starting has gone well.
@@ -71,7 +73,7 @@ class RunFolder:
         check_run_folder(self._config, resume=self._resume)
         if self._resume:
             self._note_other_steps()
-        with _explained(self.path):
+        with explained(f"run folder {str(self.path)!r}", OR_ANOTHER):
             if not self._resume:
                 write_atomically(
                     self.path / "manifest.json", json.dumps(self._manifest(), indent=2, default=str).encode()
@@ -106,17 +108,22 @@ class RunFolder:
     # Lines -----------------------------------------------------------------------------------------------------------
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl."""
-        append_line(self.metrics_path, {"step": step, **metrics})
+        """Append one line to metrics.jsonl. Raises RunFolderError when it cannot be written."""
+        with explained(str(self.metrics_path), THEN_RESUME):
+            append_line(self.metrics_path, {"step": step, **metrics})
 
     def add_group(self, step: int, group: Group, *, kind: str) -> None:
         """Append the group's episodes to episodes.jsonl.
 
         `kind` is train, eval, the reason it was dropped, or queued: finished, but the run ended before its step.
+
+        Raises:
+            RunFolderError: they cannot be written.
         """
         where = {"step": step, "kind": kind, "group_id": group.group_id, "slot": group.slot, "attempt": group.attempt}
-        for trajectory in group.trajectories:
-            append_line(self.episodes_path, {**where, **episode_record(trajectory)}, self._media.keep)
+        with explained(str(self.episodes_path), THEN_RESUME):
+            for trajectory in group.trajectories:
+                append_line(self.episodes_path, {**where, **episode_record(trajectory)}, self._media.keep)
 
     def truncate(self, step: int) -> None:
         """Forget metrics and episodes later than `step`: they will be made again."""
@@ -128,6 +135,23 @@ class RunFolder:
         self._media.close()
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing_checkpoint(self, step: int) -> Iterator[None]:
+        """What goes wrong in the block leaves nothing of what was begun: the rest of the run needs the room.
+
+        Raises:
+            RunFolderError: there is no room, whatever the libraries that write make of that.
+        """
+        with explained(f"checkpoint {str(self._checkpoints / f'step-{step:06d}')!r}", THEN_RESUME):
+            try:
+                yield
+            except Exception as error:
+                cause = error if isinstance(error, OSError) else _no_room(error, self._checkpoints)
+                shutil.rmtree(self._checkpoints / f"{UNFINISHED}{step:06d}", ignore_errors=True)
+                if cause is None or cause is error:
+                    raise
+                raise cause from error
 
     def begin_checkpoint(self, step: int) -> Path:
         """An empty folder for the checkpoint of `step`, which is none yet. What was never finished is removed."""
@@ -156,7 +180,7 @@ class RunFolder:
 def check_run_folder(config: RunConfig, *, resume: bool) -> None:
     """Write nothing and raise what RunFolder would, but for what only a write shows, such as a full disk."""
     path = Path(config.run_dir)
-    with _explained(path):
+    with explained(f"run folder {str(path)!r}", OR_ANOTHER):
         begun = (path / "config.toml").exists()
         existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         if not existing.is_dir():
@@ -192,13 +216,30 @@ def _kept(path: Path) -> RunConfig:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(what: str, then: str) -> Iterator[None]:
+    """Raise RunFolderError where the block raises OSError: `what` cannot be written, and what to do, at last `then`."""
     try:
         yield
     except OSError as error:
-        raise RunFolderError(
-            f"cannot write run folder {str(path)!r}: {error.strerror or error}; choose another with --set run_dir=..."
-        ) from error
+        cure = "make room there" if error.errno in FULL else "put that right"
+        raise RunFolderError(f"cannot write {what}: {error.strerror or error}; {cure}, {then}") from error
+
+
+def _no_room(error: Exception, folder: Path) -> OSError | None:
+    """The lack of room that an error of a library is about, if it is."""
+    if os.strerror(errno.ENOSPC) in str(error):  # what it had written it may have removed
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        _probe(folder)
+    except OSError as full:
+        return full
+    return None
+
+
+def _probe(folder: Path) -> None:
+    """Raise OSError when nothing can be written to a folder."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(PROBE))
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -282,8 +323,15 @@ def lines_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def append_line(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
     """Append a record to a .jsonl file; of media, what `keep` says."""
     line = json_text(record, keep) + "\n"
-    with path.open("ab") as file:
-        file.write(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
+    left = memoryview(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
+    with path.open("ab", buffering=0) as file:
+        start = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(start)  # another line may follow, when there is room again
+            raise
 
 
 def json_text(record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> str:
@@ -325,6 +373,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """What is written to the file takes the place of another, in one rename at the end."""
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        yield file
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
