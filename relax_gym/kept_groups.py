@@ -11,7 +11,8 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_gym.run_folder import THEN_RESUME, explained, write_atomically
+from relax_gym.disk import THEN_RESUME, explained
+from relax_gym.run_folder import write_atomically
 from relax_gym.types import Group
 
 log = logging.getLogger("relax_gym")

@@ -8,36 +8,30 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import shutil
-import sys
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from relax_gym.config import RunConfig, dump_config, read_toml, validate
+from relax_gym.disk import OR_ANOTHER, THEN_RESUME, explained, no_room, probe
 from relax_gym.errors import RunFolderError
+from relax_gym.manifest import manifest
 from relax_gym.media.files import MediaFolder
 from relax_gym.media.items import Media
 from relax_gym.plugins import plugins
-from relax_gym.redaction import mask_text, masked
+from relax_gym.redaction import masked
 from relax_gym.types import Group, Trajectory
 
 log = logging.getLogger("relax_gym")
 MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "timeline", "trackers"}
-PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
 UNFINISHED = ".unfinished-"
 RESULTS_FILE = "results.json"
 """Of an evaluation's folder, once it has played all."""
-OR_ANOTHER, THEN_RESUME = "or choose another with --set run_dir=...", "then go on with --resume"
-FULL = (errno.ENOSPC, errno.EDQUOT)
-PROBE = 2**16  # bytes
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
+BLOCK = 2**20  # bytes that are read at once from the end of a file
 
 
 class RunFolder:
@@ -60,7 +54,7 @@ class RunFolder:
         check_run_folder(config, resume=resume)
         with explained(f"run folder {str(self.path)!r}", OR_ANOTHER):
             self.path.mkdir(parents=True, exist_ok=True)
-            _probe(self.path)
+            probe(self.path)
 
     def begin(self, start_step: int) -> None:
         """The run starts after `start_step`: whatever could keep it from starting has gone well.
@@ -76,7 +70,7 @@ class RunFolder:
         with explained(f"run folder {str(self.path)!r}", OR_ANOTHER):
             if not self._resume:
                 write_atomically(
-                    self.path / "manifest.json", json.dumps(self._manifest(), indent=2, default=str).encode()
+                    self.path / "manifest.json", json.dumps(manifest(self._config), indent=2, default=str).encode()
                 )
             write_atomically(
                 self._config_path, dump_config(self._config).encode()
@@ -92,18 +86,6 @@ class RunFolder:
                 now,
                 now,
             )
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            "run_id": uuid.uuid4().hex,
-            "seed": self._config.seed,
-            "command": [mask_text(self._config, part) for part in (Path(sys.argv[0]).name, *sys.argv[1:])],
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": {name: version(name) for name in PACKAGES},
-            "plugins": {name: source for name, source in plugins().sources.items() if source != "relax-gym"},
-            "environments": [{"id": env.id, "kwargs": env.kwargs, "weight": env.weight} for env in self._config.env],
-        }
 
     # Lines -----------------------------------------------------------------------------------------------------------
 
@@ -128,7 +110,7 @@ class RunFolder:
     def truncate(self, step: int) -> None:
         """Forget metrics and episodes later than `step`: they will be made again."""
         keep_lines(self.metrics_path, lambda line: line["step"] <= step)
-        keep_lines(self.episodes_path, lambda line: line["step"] <= step)
+        cut_lines(self.episodes_path, lambda line: line["step"] > step or line["kind"] == "queued")
 
     def close(self) -> None:
         """Wait for the media that are still being written. Idempotent."""
@@ -147,7 +129,7 @@ class RunFolder:
             try:
                 yield
             except Exception as error:
-                cause = error if isinstance(error, OSError) else _no_room(error, self._checkpoints)
+                cause = error if isinstance(error, OSError) else no_room(error, self._checkpoints)
                 shutil.rmtree(self._checkpoints / f"{UNFINISHED}{step:06d}", ignore_errors=True)
                 if cause is None or cause is error:
                     raise
@@ -215,33 +197,6 @@ def _kept(path: Path) -> RunConfig:
     return validate(RunConfig, read_toml(path), source=str(path))
 
 
-@contextmanager
-def explained(what: str, then: str) -> Iterator[None]:
-    """Raise RunFolderError where the block raises OSError: `what` cannot be written, and what to do, at last `then`."""
-    try:
-        yield
-    except OSError as error:
-        cure = "make room there" if error.errno in FULL else "put that right"
-        raise RunFolderError(f"cannot write {what}: {error.strerror or error}; {cure}, {then}") from error
-
-
-def _no_room(error: Exception, folder: Path) -> OSError | None:
-    """The lack of room that an error of a library is about, if it is."""
-    if os.strerror(errno.ENOSPC) in str(error):  # what it had written it may have removed
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    try:
-        _probe(folder)
-    except OSError as full:
-        return full
-    return None
-
-
-def _probe(folder: Path) -> None:
-    """Raise OSError when nothing can be written to a folder."""
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        file.write(bytes(PROBE))
-
-
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every complete checkpoint of a run folder, oldest first."""
     named = [(re.fullmatch(r"step-(\d+)", folder.name), folder) for folder in run.glob("checkpoints/step-*")]
@@ -300,24 +255,40 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in lines_of(path)]
 
 
-def lines_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line of a .jsonl file, and the record that it is, read as they are asked for; otherwise as `read_lines`."""
+def lines_of(path: Path, last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line of a .jsonl file, and the record that it is, read as they are asked for; otherwise as `read_lines`.
+
+    With `last` these are the lines that begin in the last so many bytes.
+    """
     if not path.exists():
         return
-    broken: tuple[int, ValueError] | None = None
+    broken: tuple[str, ValueError] | None = None
     with path.open("rb") as file:
+        after = _skip_to(file, last) if last is not None else ""
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             if broken is not None:  # and not the last one
-                at, error = broken
-                raise RunFolderError(f"{path}, line {at} is not JSON: {error}; repair or delete that line") from error
+                raise _not_json(path, *broken)
             try:
                 record = json.loads(line)
             except ValueError as error:
-                broken = number, error
+                broken = f"line {number}{after}", error
             else:
                 yield line.removesuffix(b"\n") + b"\n", record
+
+
+def _skip_to(file: BinaryIO, last: int) -> str:
+    """Go to the first line that begins in the last so many bytes; return what numbers of lines are counted from."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - last - 1))
+    if size - last > 0:
+        file.readline()
+    return f" after byte {file.tell()}" if file.tell() else ""
+
+
+def _not_json(path: Path, where: str, error: ValueError) -> RunFolderError:
+    return RunFolderError(f"{path}, {where} is not JSON: {error}; repair or delete that line")
 
 
 def append_line(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
@@ -361,6 +332,50 @@ def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     if path.exists():
         with replacing(path) as file:
             file.writelines(line for line, record in lines_of(path) if wanted(record))
+
+
+def cut_lines(path: Path, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Forget the records after the last that is wanted, and a last line that was cut short.
+
+    Looks at no line before that one, and moves none, however many there are.
+
+    Raises:
+        RunFolderError: a line that is looked at, and not the last, is broken; names it.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        last = True
+        for start, line in _lines_from_end(file):
+            try:
+                if line.strip() and not unwanted(json.loads(line)):
+                    break
+            except ValueError as error:
+                if not last:
+                    raise _not_json(path, f"the line at byte {start}", error) from error
+            last = last and not line.strip()
+            end = start
+        file.truncate(end)
+        if end == size and size and not line.endswith(b"\n"):  # whole, but for its end
+            file.seek(end)
+            file.write(b"\n")
+
+
+def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Where each line of a file begins, and the line; the last comes first."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start:
+        size = min(max(BLOCK, len(rest)), start)
+        start -= size
+        file.seek(start)
+        rest, *lines = (file.read(size) + rest).splitlines(keepends=True)
+        end = start + len(rest) + sum(map(len, lines))
+        for line in reversed(lines):
+            end -= len(line)
+            yield end, line
+    if rest:
+        yield 0, rest
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from relax_gym.config import Options
 from relax_gym.context import RunContext
-from relax_gym.run_folder import THEN_RESUME, explained
+from relax_gym.disk import THEN_RESUME, explained
 
 
 class TensorBoardOptions(Options):
