@@ -72,7 +72,7 @@ class Options(Section):
     """Options of a component (sampler, learner, teacher, tracker …): subclass it and add fields."""
 
     may_change: ClassVar[Collection[str]] = ()
-    """Of a learner, those with which a run may be resumed that began with others: they say how to compute, not what."""
+    """Those with which a run may be resumed that began with others: they say how to compute, not what."""
 
     def check_run(self, config: RunConfig) -> None:
         """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""
@@ -311,12 +311,12 @@ def parse_config(data: Mapping[str, Any], *, source: str = "config") -> RunConfi
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config as TOML, every default written out and secrets masked: parsed again, it is the same but for those."""
+    """The config as TOML, every default written out and secrets masked: parsed again, it means the same."""
     import tomli_w
 
-    from relax_gym.redaction import masked
+    from relax_gym.kept_config import config_to_keep
 
-    return tomli_w.dumps(masked(config, exclude_none=True))
+    return tomli_w.dumps(config_to_keep(config))
 
 
 def plugin_options(section: PluginSection, model: type[ModelT], *, source: str, key: str) -> ModelT:

@@ -15,18 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from relax_gym.config import RunConfig, dump_config, read_toml, validate
+from relax_gym.config import RunConfig, dump_config
 from relax_gym.disk import OR_ANOTHER, THEN_RESUME, explained, no_room, probe
 from relax_gym.errors import RunFolderError
+from relax_gym.kept_config import check_same_run, kept_config
 from relax_gym.manifest import manifest
 from relax_gym.media.files import MediaFolder
 from relax_gym.media.items import Media
-from relax_gym.plugins import plugins
-from relax_gym.redaction import masked
 from relax_gym.types import Group, Trajectory
 
 log = logging.getLogger("relax_gym")
-MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "timeline", "trackers"}
 UNFINISHED = ".unfinished-"
 RESULTS_FILE = "results.json"
 """Of an evaluation's folder, once it has played all."""
@@ -78,7 +76,7 @@ class RunFolder:
             self.truncate(start_step or -1)
 
     def _note_other_steps(self) -> None:
-        before, now = _kept(self._config_path).train.steps, self._config.train.steps
+        before, now = kept_config(self._config_path).train.steps, self._config.train.steps
         if before != now:
             log.info(
                 "train.steps was %d and is %d: a learning-rate schedule over all steps goes on as one over %d",
@@ -170,31 +168,12 @@ def check_run_folder(config: RunConfig, *, resume: bool) -> None:
         if not os.access(existing, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if resume:
-        _check_same_run(config, path)
+        check_same_run(config, path)
     elif begun:
         raise RunFolderError(
             f"run folder {str(path)!r} already holds a run; continue it with --resume, or choose another with "
             f"--set run_dir=..., or delete it"
         )
-
-
-def _check_same_run(config: RunConfig, path: Path) -> None:
-    if not (path / "config.toml").exists():
-        raise RunFolderError(f"nothing to resume: {str(path)!r} holds no run; leave out --resume to start one")
-    old, new = _kept(path / "config.toml").model_dump(mode="json"), masked(config)
-    for section, key in (("train", "steps"), ("media", "keep_gib")):
-        old[section].pop(key), new[section].pop(key)
-    for key in plugins().get("learner", config.learner.name).load_options().may_change:
-        old["learner"].pop(key, None), new["learner"].pop(key, None)
-    changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
-    if changed:
-        lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)
-        raise RunFolderError(f"{str(path)!r} holds another run ({lines}); resume it with its own config")
-
-
-def _kept(path: Path) -> RunConfig:
-    """The config that a run folder keeps. Plugins do not check it: they might refuse the masks of their secrets."""
-    return validate(RunConfig, read_toml(path), source=str(path))
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
