@@ -234,7 +234,7 @@ class CheckpointConfig(Section):
 class WarmupConfig(Section):
     """`[warmup]`: supervised steps on the env's own expert before RL."""
 
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=0, description="0: no warm-up")
     episodes_per_step: int = Field(32, ge=1)
     lr: float = Field(2e-3, gt=0)
     expert_probability: float = Field(1.0, ge=0, le=1, description="else a random legal action: an imperfect expert")
