@@ -24,16 +24,17 @@ class Checkpoints:
 
         `files` are the names and texts of what else belongs into it.
         """
-        folder = self._folder.begin_checkpoint(step)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        if self._learner.exports_checkpoints:
-            self._learner.export(folder)
-        self._tokenizer.save_pretrained(folder)
-        if wait := self._learner.save_state(folder):
-            self._unfinished = step, wait
-            return None
-        return step, self._folder.finish_checkpoint(step, keep=self._keep)
+        with self._folder.writing_checkpoint(step):
+            folder = self._folder.begin_checkpoint(step)
+            for name, text in files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+            if self._learner.exports_checkpoints:
+                self._learner.export(folder)
+            self._tokenizer.save_pretrained(folder)
+            if wait := self._learner.save_state(folder):
+                self._unfinished = step, wait
+                return None
+            return step, self._folder.finish_checkpoint(step, keep=self._keep)
 
     def finish(self) -> tuple[int, Path] | None:
         """What was begun and not finished is there when this returns. None where there is nothing.
@@ -43,5 +44,6 @@ class Checkpoints:
         if self._unfinished is None:
             return None
         (step, wait), self._unfinished = self._unfinished, None
-        wait()
-        return step, self._folder.finish_checkpoint(step, keep=self._keep)
+        with self._folder.writing_checkpoint(step):
+            wait()
+            return step, self._folder.finish_checkpoint(step, keep=self._keep)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from relax_gym.errors import RelaxGymError, reason
+
 log = logging.getLogger("relax_gym")
 
 
@@ -25,10 +27,11 @@ class Cleanup(contextlib.AsyncExitStack):
             try:
                 if inspect.isawaitable(pending := close()):
                     await pending
-            except Exception:
+            except Exception as failure:
                 if error is None:
                     raise
-                log.exception("while the run was being closed after an error")
+                known = isinstance(failure, (OSError, RelaxGymError))  # such as a full disk: no traceback says more
+                log.error("while the run was being closed after an error: %s", reason(failure), exc_info=not known)
 
         self.push_async_exit(leave)
 

@@ -72,7 +72,7 @@ class Options(Section):
     """Options of a component (sampler, learner, teacher, tracker …): subclass it and add fields."""
 
     may_change: ClassVar[Collection[str]] = ()
-    """Of a learner, those with which a run may be resumed that began with others: they say how to compute, not what."""
+    """Those with which a run may be resumed that began with others: they say how to compute, not what."""
 
     def check_run(self, config: RunConfig) -> None:
         """Raise ConfigError when these options do not go with the rest of the run. Called when a config is read."""
@@ -234,7 +234,7 @@ class CheckpointConfig(Section):
 class WarmupConfig(Section):
     """`[warmup]`: supervised steps on the env's own expert before RL."""
 
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=0, description="0: no warm-up")
     episodes_per_step: int = Field(32, ge=1)
     lr: float = Field(2e-3, gt=0)
     expert_probability: float = Field(1.0, ge=0, le=1, description="else a random legal action: an imperfect expert")
@@ -311,12 +311,12 @@ def parse_config(data: Mapping[str, Any], *, source: str = "config") -> RunConfi
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config as TOML, every default written out and secrets masked: parsed again, it is the same but for those."""
+    """The config as TOML, every default written out and secrets masked: parsed again, it means the same."""
     import tomli_w
 
-    from relax_gym.redaction import masked
+    from relax_gym.kept_config import config_to_keep
 
-    return tomli_w.dumps(masked(config, exclude_none=True))
+    return tomli_w.dumps(config_to_keep(config))
 
 
 def plugin_options(section: PluginSection, model: type[ModelT], *, source: str, key: str) -> ModelT:

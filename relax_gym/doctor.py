@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
+import shutil
 import socket
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from relax_gym.config import read_toml
 from relax_gym.errors import RelaxGymError, RunFolderError
 from relax_gym.run_folder import RESULTS_FILE, lines_of, list_checkpoints
+from relax_gym.run_log import last_error
 from relax_gym.supervision import STATUS_FILE, process_start
 
 State = Literal["healthy", "hangs", "finished", "stopped", "failed", "killed", "unknown", "broken"]
@@ -23,7 +25,10 @@ SILENT = 30.0
 """Seconds without a new status after which a run that should write one every second counts as not alive."""
 BLOCKED = 5.0
 """Seconds that the event loop may be held up before it is said."""
-_ERROR_LINE = re.compile(r"^\S+ \S+ (ERROR|CRITICAL|WARNING) (.*)$", re.M)
+FULL = 2**20
+"""Bytes that are free on a disk where a run could not go on, or could not even say so."""
+READ = 2**22
+"""Most bytes of a file of lines that are looked at, from its end: what a run wrote last is what may be damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,35 +62,43 @@ def diagnose(run: Path) -> Diagnosis:
     Raises:
         RunFolderError: there is no such folder, or it holds no run.
     """
-    if not (run / "config.toml").exists() and not (run / STATUS_FILE).exists():
+    begun = (run / "config.toml").exists()
+    if not begun and not (run / STATUS_FILE).exists():
         raise RunFolderError(f"{str(run)!r} holds no run; give the folder that run_dir names")
-    status, steps, faults = _read_status(run), None, _faults(run)
+    status = _read_status(run)
+    age = time.time() - status["written"] if status else math.inf
+    live = status.get("state") == "running" and _alive(status, age)
+    faults = [] if live else _faults(run)
+    steps = status.get("steps")
     try:
-        config = read_toml(run / "config.toml")
+        config = read_toml(run / "config.toml") if begun else {}
         if "endpoint" in config:
             return _evaluation(run, config, faults)
-        steps = int(config["train"]["steps"])
+        steps = int(config["train"]["steps"]) if begun else steps
     except (RelaxGymError, KeyError, TypeError, ValueError) as error:
         faults.append(f"config.toml: {error}")
-    checkpoints = list_checkpoints(run)
-    saved = checkpoints[-1][0] if checkpoints else None
-    age = time.time() - status["written"] if status else None
-    state, summary, advice = _judge(run, status, age, faults, finished=saved is not None and saved == steps)
+    saved = max((step for step, _ in list_checkpoints(run)), default=None)
+    finished = saved is not None and saved == steps
+    said = _judge_live(status, age) if live else _judge(run, status, age, faults, saved=saved, finished=finished)
+    state, summary, advice = said
+    step = status.get("step", saved)
+    if not live:  # its last status may be older than its last checkpoint
+        step = max((known for known in (step, saved) if known is not None), default=None)
     return Diagnosis(
         run=str(run),
         state=state,
         summary=summary,
         advice=advice,
-        step=status.get("step", saved),
+        step=step,
         steps=steps,
         saved_step=saved,
         version=status.get("version"),
         pid=status.get("pid"),
         host=status.get("host"),
-        status_age=None if age is None else round(age, 1),
-        waits=tuple(status.get("waits", ())),
+        status_age=round(age, 1) if status else None,
+        waits=tuple(status.get("waits", ())) if live else (),
         queue=status.get("queue"),
-        last_error=status.get("error") or status.get("last_error") or _last_error(run / "run.log"),
+        last_error=status.get("error") or status.get("last_error") or last_error(run / "run.log"),
         faults=tuple(faults),
     )
 
@@ -123,11 +136,12 @@ def _evaluation(run: Path, config: Mapping[str, Any], faults: list[str]) -> Diag
 
 
 def _judge(
-    run: Path, status: Mapping[str, Any], age: float | None, faults: list[str], *, finished: bool
+    run: Path, status: Mapping[str, Any], age: float, faults: list[str], *, saved: int | None, finished: bool
 ) -> tuple[State, str, str]:
-    resume = f"go on with: relax-gym train CONFIG --set run_dir={run} --resume"
-    if age is not None and status.get("state") == "running" and _alive(status, age):
-        return _judge_live(status, age)
+    """Of a run whose process has ended."""
+    begun = (run / "config.toml").exists()
+    again = f"relax-gym train CONFIG --set run_dir={run}"
+    resume = f"go on with: {again} --resume" if begun else f"start it again with: {again}"
     if faults:
         return "broken", "files of the folder are damaged", "repair or remove what is named, then resume"
     if finished or status.get("state") == "finished":
@@ -135,6 +149,8 @@ def _judge(
     if not status:
         return "unknown", f"there is no {STATUS_FILE}: the run has not started, or is of an older version", resume
     match status.get("state"):
+        case "stopped" if saved is None:
+            return "stopped", "a signal ended it before its first step, so that there was nothing to save", resume
         case "stopped":
             return "stopped", "a signal ended it, and it has saved", resume
         case "failed":
@@ -146,11 +162,16 @@ def _judge(
             f"{where} has written nothing for {age:.0f} s; this is another host",
             f"look there, or {resume}",
         )
+    if (free := shutil.disk_usage(run).free) < FULL:
+        why = f"{where} is gone; the disk is full ({free} bytes are free), so that it could not say why"
+        return "killed", why, f"make room there, then {resume}"
     return "killed", f"{where} is gone and has not said why", resume
 
 
 def _judge_live(status: Mapping[str, Any], age: float) -> tuple[State, str, str]:
     pid = status["pid"]
+    if status["host"] == socket.gethostname() and _is_stopped(pid):
+        return "hangs", f"process {pid} is stopped, by SIGSTOP or Ctrl-Z", f"kill -CONT {pid} lets it go on"
     if age > SILENT:
         return "hangs", f"process {pid} exists, but is silent for {age:.0f} s", f"py-spy dump --pid {pid}, or end it"
     if status["loop_blocked"] > BLOCKED:
@@ -164,6 +185,13 @@ def _judge_live(status: Mapping[str, Any], age: float) -> tuple[State, str, str]
             "it is about to be acted on; see run.log",
         )
     return "healthy", f"process {pid} on {status['host']} wrote {age:.0f} s ago", "nothing"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _alive(status: Mapping[str, Any], age: float) -> bool:
@@ -192,7 +220,7 @@ def _faults(run: Path) -> list[str]:
     faults = []
     for name in ("metrics.jsonl", "episodes.jsonl"):
         try:
-            deque(lines_of(run / name), 0)
+            deque(lines_of(run / name, last=READ), 0)
         except (RunFolderError, OSError) as error:
             faults.append(f"{name}: {error}")
     for _, folder in list_checkpoints(run):
@@ -205,12 +233,3 @@ def _faults(run: Path) -> list[str]:
         except (OSError, ValueError) as error:
             faults.append(f"{name}: {error}")
     return faults
-
-
-def _last_error(log: Path) -> str | None:
-    """The last line of the log that reports a fault."""
-    try:
-        found = _ERROR_LINE.findall(log.read_text(errors="replace"))
-    except OSError:
-        return None
-    return str(found[-1][1]) if found else None

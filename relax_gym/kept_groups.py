@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
+from relax_gym.disk import THEN_RESUME, explained
 from relax_gym.run_folder import write_atomically
 from relax_gym.types import Group
 
@@ -38,7 +39,11 @@ class KeptGroups:
         return kept
 
     def keep(self, group: Group) -> None:
-        """A group has finished. One that cannot be written is sampled again by a run that goes on without it."""
+        """A group has finished. One that cannot be pickled is sampled again by a run that goes on without it.
+
+        Raises:
+            RunFolderError: there is no room for it.
+        """
         if not self._enabled:
             return
         try:
@@ -48,8 +53,9 @@ class KeptGroups:
                 "group %s is lost if the run is killed, as its env's info cannot be kept: %s", group.slot, error
             )
             return
-        self._folder.mkdir(exist_ok=True)
-        write_atomically(self._path(group.slot), content)
+        with explained(str(self._folder), THEN_RESUME):
+            self._folder.mkdir(exist_ok=True)
+            write_atomically(self._path(group.slot), content)
 
     def take(self, step: int, groups: Sequence[Group], *, saved_version: int) -> None:
         """A step trains on them. The newest checkpoint, which may be under way, has weights of `saved_version`."""

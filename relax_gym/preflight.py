@@ -70,7 +70,7 @@ async def _probe(
     driver = EnvDriver(task, threads, config.rollout.step_timeout)
     try:
         await driver.build()
-        if config.warmup is not None:
+        if config.warmup is not None and config.warmup.steps:
             _check_expert(driver, config.warmup.expert_probability)
         return EnvProbe(key=key, task=task, tools=_tools(driver))
     except EnvFailure as failure:
@@ -88,7 +88,7 @@ def _check_expert(driver: EnvDriver, expert_probability: float) -> None:
         assert driver.env is not None
         raise ConfigError(
             f"[warmup] needs {type(driver.env.unwrapped).__name__}.expert_action(), and random_action() if "
-            "expert_probability < 1; add them or leave [warmup] out"
+            "expert_probability < 1; add them, or set warmup.steps = 0"
         )
 
 

@@ -8,33 +8,28 @@ import json
 import logging
 import math
 import os
-import platform
 import re
 import shutil
-import sys
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from relax_gym.config import RunConfig, dump_config, read_toml, validate
+from relax_gym.config import RunConfig, dump_config
+from relax_gym.disk import OR_ANOTHER, THEN_RESUME, explained, no_room, probe
 from relax_gym.errors import RunFolderError
+from relax_gym.kept_config import check_same_run, kept_config
+from relax_gym.manifest import manifest
 from relax_gym.media.files import MediaFolder
 from relax_gym.media.items import Media
-from relax_gym.plugins import plugins
-from relax_gym.redaction import mask_text, masked
 from relax_gym.types import Group, Trajectory
 
 log = logging.getLogger("relax_gym")
-MAY_CHANGE = {"run_dir", "threads", "eval", "checkpoint", "supervision", "timeline", "trackers"}
-PACKAGES = ("relax-gym", "torch", "transformers", "gymnasium", "numpy", "tokenizers", "pydantic")
 UNFINISHED = ".unfinished-"
 RESULTS_FILE = "results.json"
 """Of an evaluation's folder, once it has played all."""
 DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
+BLOCK = 2**20  # bytes that are read at once from the end of a file
 
 
 class RunFolder:
@@ -55,10 +50,9 @@ class RunFolder:
         self._config = config
         self._resume = resume
         check_run_folder(config, resume=resume)
-        with _explained(self.path):
+        with explained(f"run folder {str(self.path)!r}", OR_ANOTHER):
             self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
+            probe(self.path)
 
     def begin(self, start_step: int) -> None:
         """The run starts after `start_step`: whatever could keep it from starting has gone well.
@@ -71,10 +65,10 @@ class RunFolder:
         check_run_folder(self._config, resume=self._resume)
         if self._resume:
             self._note_other_steps()
-        with _explained(self.path):
+        with explained(f"run folder {str(self.path)!r}", OR_ANOTHER):
             if not self._resume:
                 write_atomically(
-                    self.path / "manifest.json", json.dumps(self._manifest(), indent=2, default=str).encode()
+                    self.path / "manifest.json", json.dumps(manifest(self._config), indent=2, default=str).encode()
                 )
             write_atomically(
                 self._config_path, dump_config(self._config).encode()
@@ -82,7 +76,7 @@ class RunFolder:
             self.truncate(start_step or -1)
 
     def _note_other_steps(self) -> None:
-        before, now = _kept(self._config_path).train.steps, self._config.train.steps
+        before, now = kept_config(self._config_path).train.steps, self._config.train.steps
         if before != now:
             log.info(
                 "train.steps was %d and is %d: a learning-rate schedule over all steps goes on as one over %d",
@@ -91,43 +85,53 @@ class RunFolder:
                 now,
             )
 
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            "run_id": uuid.uuid4().hex,
-            "seed": self._config.seed,
-            "command": [mask_text(self._config, part) for part in (Path(sys.argv[0]).name, *sys.argv[1:])],
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": {name: version(name) for name in PACKAGES},
-            "plugins": {name: source for name, source in plugins().sources.items() if source != "relax-gym"},
-            "environments": [{"id": env.id, "kwargs": env.kwargs, "weight": env.weight} for env in self._config.env],
-        }
-
     # Lines -----------------------------------------------------------------------------------------------------------
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line to metrics.jsonl."""
-        append_line(self.metrics_path, {"step": step, **metrics})
+        """Append one line to metrics.jsonl. Raises RunFolderError when it cannot be written."""
+        with explained(str(self.metrics_path), THEN_RESUME):
+            append_line(self.metrics_path, {"step": step, **metrics})
 
     def add_group(self, step: int, group: Group, *, kind: str) -> None:
         """Append the group's episodes to episodes.jsonl.
 
         `kind` is train, eval, the reason it was dropped, or queued: finished, but the run ended before its step.
+
+        Raises:
+            RunFolderError: they cannot be written.
         """
         where = {"step": step, "kind": kind, "group_id": group.group_id, "slot": group.slot, "attempt": group.attempt}
-        for trajectory in group.trajectories:
-            append_line(self.episodes_path, {**where, **episode_record(trajectory)}, self._media.keep)
+        with explained(str(self.episodes_path), THEN_RESUME):
+            for trajectory in group.trajectories:
+                append_line(self.episodes_path, {**where, **episode_record(trajectory)}, self._media.keep)
 
     def truncate(self, step: int) -> None:
         """Forget metrics and episodes later than `step`: they will be made again."""
         keep_lines(self.metrics_path, lambda line: line["step"] <= step)
-        keep_lines(self.episodes_path, lambda line: line["step"] <= step)
+        cut_lines(self.episodes_path, lambda line: line["step"] > step or line["kind"] == "queued")
 
     def close(self) -> None:
         """Wait for the media that are still being written. Idempotent."""
         self._media.close()
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing_checkpoint(self, step: int) -> Iterator[None]:
+        """What goes wrong in the block leaves nothing of what was begun: the rest of the run needs the room.
+
+        Raises:
+            RunFolderError: there is no room, whatever the libraries that write make of that.
+        """
+        with explained(f"checkpoint {str(self._checkpoints / f'step-{step:06d}')!r}", THEN_RESUME):
+            try:
+                yield
+            except Exception as error:
+                cause = error if isinstance(error, OSError) else no_room(error, self._checkpoints)
+                shutil.rmtree(self._checkpoints / f"{UNFINISHED}{step:06d}", ignore_errors=True)
+                if cause is None or cause is error:
+                    raise
+                raise cause from error
 
     def begin_checkpoint(self, step: int) -> Path:
         """An empty folder for the checkpoint of `step`, which is none yet. What was never finished is removed."""
@@ -156,7 +160,7 @@ class RunFolder:
 def check_run_folder(config: RunConfig, *, resume: bool) -> None:
     """Write nothing and raise what RunFolder would, but for what only a write shows, such as a full disk."""
     path = Path(config.run_dir)
-    with _explained(path):
+    with explained(f"run folder {str(path)!r}", OR_ANOTHER):
         begun = (path / "config.toml").exists()
         existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         if not existing.is_dir():
@@ -164,41 +168,12 @@ def check_run_folder(config: RunConfig, *, resume: bool) -> None:
         if not os.access(existing, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if resume:
-        _check_same_run(config, path)
+        check_same_run(config, path)
     elif begun:
         raise RunFolderError(
             f"run folder {str(path)!r} already holds a run; continue it with --resume, or choose another with "
             f"--set run_dir=..., or delete it"
         )
-
-
-def _check_same_run(config: RunConfig, path: Path) -> None:
-    if not (path / "config.toml").exists():
-        raise RunFolderError(f"nothing to resume: {str(path)!r} holds no run; leave out --resume to start one")
-    old, new = _kept(path / "config.toml").model_dump(mode="json"), masked(config)
-    for section, key in (("train", "steps"), ("media", "keep_gib")):
-        old[section].pop(key), new[section].pop(key)
-    for key in plugins().get("learner", config.learner.name).load_options().may_change:
-        old["learner"].pop(key, None), new["learner"].pop(key, None)
-    changed = [key for key in new if key not in MAY_CHANGE and old[key] != new[key]]
-    if changed:
-        lines = "; ".join(f"{key}: {old[key]} there, {new[key]} here" for key in changed)
-        raise RunFolderError(f"{str(path)!r} holds another run ({lines}); resume it with its own config")
-
-
-def _kept(path: Path) -> RunConfig:
-    """The config that a run folder keeps. Plugins do not check it: they might refuse the masks of their secrets."""
-    return validate(RunConfig, read_toml(path), source=str(path))
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write run folder {str(path)!r}: {error.strerror or error}; choose another with --set run_dir=..."
-        ) from error
 
 
 def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
@@ -259,31 +234,54 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in lines_of(path)]
 
 
-def lines_of(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line of a .jsonl file, and the record that it is, read as they are asked for; otherwise as `read_lines`."""
+def lines_of(path: Path, last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line of a .jsonl file, and the record that it is, read as they are asked for; otherwise as `read_lines`.
+
+    With `last` these are the lines that begin in the last so many bytes.
+    """
     if not path.exists():
         return
-    broken: tuple[int, ValueError] | None = None
+    broken: tuple[str, ValueError] | None = None
     with path.open("rb") as file:
+        after = _skip_to(file, last) if last is not None else ""
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             if broken is not None:  # and not the last one
-                at, error = broken
-                raise RunFolderError(f"{path}, line {at} is not JSON: {error}; repair or delete that line") from error
+                raise _not_json(path, *broken)
             try:
                 record = json.loads(line)
             except ValueError as error:
-                broken = number, error
+                broken = f"line {number}{after}", error
             else:
                 yield line.removesuffix(b"\n") + b"\n", record
+
+
+def _skip_to(file: BinaryIO, last: int) -> str:
+    """Go to the first line that begins in the last so many bytes; return what numbers of lines are counted from."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - last - 1))
+    if size - last > 0:
+        file.readline()
+    return f" after byte {file.tell()}" if file.tell() else ""
+
+
+def _not_json(path: Path, where: str, error: ValueError) -> RunFolderError:
+    return RunFolderError(f"{path}, {where} is not JSON: {error}; repair or delete that line")
 
 
 def append_line(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
     """Append a record to a .jsonl file; of media, what `keep` says."""
     line = json_text(record, keep) + "\n"
-    with path.open("ab") as file:
-        file.write(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
+    left = memoryview(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
+    with path.open("ab", buffering=0) as file:
+        start = file.tell()
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(start)  # another line may follow, when there is room again
+            raise
 
 
 def json_text(record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> str:
@@ -315,6 +313,50 @@ def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
             file.writelines(line for line, record in lines_of(path) if wanted(record))
 
 
+def cut_lines(path: Path, unwanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Forget the records after the last that is wanted, and a last line that was cut short.
+
+    Looks at no line before that one, and moves none, however many there are.
+
+    Raises:
+        RunFolderError: a line that is looked at, and not the last, is broken; names it.
+    """
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        last = True
+        for start, line in _lines_from_end(file):
+            try:
+                if line.strip() and not unwanted(json.loads(line)):
+                    break
+            except ValueError as error:
+                if not last:
+                    raise _not_json(path, f"the line at byte {start}", error) from error
+            last = last and not line.strip()
+            end = start
+        file.truncate(end)
+        if end == size and size and not line.endswith(b"\n"):  # whole, but for its end
+            file.seek(end)
+            file.write(b"\n")
+
+
+def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Where each line of a file begins, and the line; the last comes first."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start:
+        size = min(max(BLOCK, len(rest)), start)
+        start -= size
+        file.seek(start)
+        rest, *lines = (file.read(size) + rest).splitlines(keepends=True)
+        end = start + len(rest) + sum(map(len, lines))
+        for line in reversed(lines):
+            end -= len(line)
+            yield end, line
+    if rest:
+        yield 0, rest
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file in one rename."""
     with replacing(path) as file:
@@ -325,6 +367,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """What is written to the file takes the place of another, in one rename at the end."""
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        yield file
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -66,8 +66,7 @@ class Timeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._token is not None:
             current.reset(self._token)
-        if self._limit:
-            self.flush(end="\n]\n")
+        self.flush(end="\n]\n")
 
     def add(self, name: str, start: float, end: float, *, process: int, row: int, args: Mapping[str, Any]) -> None:
         """Something that lasted from `start` to `end`, in seconds of the event loop's clock."""
@@ -98,6 +97,8 @@ class Timeline:
 
     def flush(self, end: str = "") -> None:
         """Write what there is, whole lines in one go."""
+        if not self._limit:
+            return
         lines, self._lines = self._lines, []
         content = "".join(f"{',' if self._size + at else '['}\n{line}" for at, line in enumerate(lines)) + end
         with self._giving_up():

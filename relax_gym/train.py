@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
 from relax_gym.run_lock import run_lock
+from relax_gym.run_log import log_file
 from relax_gym.scoring import FailureLog
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import Supervisor
@@ -381,19 +382,3 @@ class Trainer:
             "queue": {**asdict(account), "dropped": dict(account.dropped)},
             "last_error": self._last_error or None,
         }
-
-
-@contextmanager
-def log_file(path: Path) -> Iterator[None]:
-    """What happens meanwhile is appended to the file, notes (INFO) included."""
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
-        handler.close()

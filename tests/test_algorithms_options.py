@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from algorithm_cases import NAMES, NEEDED, build
 
-from relax_gym.config import dump_config, load_config, parse_config
+from relax_gym.config import dump_config, load_algorithms, load_config, parse_config
 from relax_gym.errors import ConfigError
+from relax_gym.kept_config import config_to_keep
 from relax_gym.types import Group
 
 
@@ -34,7 +35,8 @@ def test_every_algorithm_is_chosen_by_name_and_survives_the_round_trip(name, tmp
     config = parse({"name": name, **NEEDED.get(name, {})})
     path = tmp_path / "run.toml"
     path.write_text(dump_config(config))
-    assert load_config(path) == config
+    assert config_to_keep(load_config(path)) == config_to_keep(config)
+    assert load_algorithms(load_config(path)) == load_algorithms(config)
 
 
 DEFAULTS = {

@@ -1,6 +1,7 @@
 """What `relax-gym doctor RUN` says of runs in any state."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -18,9 +19,10 @@ from relax_gym.doctor import Diagnosis, diagnose, render
 from relax_gym.endpoint.client import EndpointConfig
 from relax_gym.endpoint.evaluate import EndpointEval
 from relax_gym.endpoint.folder import EvalFolder
-from relax_gym.errors import RunFolderError
+from relax_gym.errors import RunFolderError, Stopped
+from relax_gym.run_log import log_file
+from relax_gym.supervision import process_start
 from relax_gym.testing import RecordingLearner
-from relax_gym.train import log_file
 from relax_gym.types import Batch
 
 
@@ -53,9 +55,7 @@ def until(run_dir: Path, wanted: Callable[[Diagnosis], bool]) -> Diagnosis:
     raise AssertionError(f"not within 30 s: {found}")
 
 
-def test_a_live_run_a_hanging_one_and_a_killed_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_run_a_hanging_one_and_a_killed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     pid = os.fork()
     if pid == 0:
@@ -70,11 +70,12 @@ def test_a_live_run_a_hanging_one_and_a_killed_one(
         assert found.queue is not None and found.queue["consumed"] == 4
         assert "waits for the learner's step 2 (the loop): " in render(found)
         assert ask(run_dir, capsys)[0] == 0
-        monkeypatch.setattr("relax_gym.doctor.SILENT", 0.3)
         os.kill(pid, signal.SIGSTOP)
         found = until(run_dir, lambda found: found.state == "hangs")
-        assert f"process {pid} exists, but is silent" in found.summary
-        assert f"py-spy dump --pid {pid}" in found.advice
+        assert f"process {pid} is stopped" in found.summary
+        assert f"kill -CONT {pid}" in found.advice
+        os.kill(pid, signal.SIGCONT)
+        assert until(run_dir, lambda found: found.state == "healthy").faults == ()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -84,15 +85,85 @@ def test_a_live_run_a_hanging_one_and_a_killed_one(
     assert (code, said["state"], said["saved_step"], zombie) == (1, "killed", 1, "killed")
     assert f"process {pid} on {said['host']} is gone" in said["summary"]
     assert "--resume" in said["advice"]
+    assert (said["step"], said["waits"]) == (1, [])
     status = json.loads((run_dir / "status.json").read_text())
+    status["written"] -= 60
     for changed, state in (
         ({"host": "elsewhere"}, "killed"),
         ({"pid": os.getpid(), "pid_started": "0", "written": time.time()}, "killed"),  # the id is another's by now
         ({"host": "elsewhere", "written": time.time() + 60}, "healthy"),
         ({"host": "elsewhere", "written": time.time() + 60, "loop_blocked": 9.0}, "hangs"),
+        ({"pid": os.getpid(), "pid_started": process_start(os.getpid()), "written": time.time()}, "healthy"),
+        ({"pid": os.getpid(), "pid_started": process_start(os.getpid())}, "hangs"),
     ):
         (run_dir / "status.json").write_text(json.dumps(status | changed))
         assert diagnose(run_dir).state == state
+
+
+def test_only_a_run_that_has_ended_is_looked_at_for_faults_and_only_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(trainer(tmp_path, half_a))
+    run_dir = tmp_path / "run"
+    status = json.loads((run_dir / "status.json").read_text())
+    lines = (run_dir / "episodes.jsonl").read_text().splitlines()
+    (run_dir / "episodes.jsonl").write_text("\n".join(["{", *lines, '{"step"', lines[-1], ""]))
+    alive = {"state": "running", "pid_started": process_start(os.getpid()), "written": time.time()}
+    (run_dir / "status.json").write_text(json.dumps(status | alive))
+    assert (diagnose(run_dir).state, diagnose(run_dir).faults) == ("healthy", ())
+    (run_dir / "status.json").write_text(json.dumps(status))
+    assert "episodes.jsonl, line 1 is not JSON" in diagnose(run_dir).faults[0]
+    end = len(lines[-1]) + len('{"step"') + 2
+    monkeypatch.setattr("relax_gym.doctor.READ", end)
+    at = (run_dir / "episodes.jsonl").stat().st_size - end
+    assert f"episodes.jsonl, line 1 after byte {at} is not JSON" in diagnose(run_dir).faults[0]
+    monkeypatch.setattr("relax_gym.doctor.READ", end - 1)
+    assert (diagnose(run_dir).state, diagnose(run_dir).faults) == ("finished", ())
+
+
+def test_a_killed_run_on_a_full_disk_and_steps_that_its_status_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(trainer(tmp_path, half_a, checkpoint={"every": 2}))
+    run_dir = tmp_path / "run"
+    shutil.rmtree(run_dir / "checkpoints" / "step-000003")
+    status = json.loads((run_dir / "status.json").read_text())
+    waits = [{"what": "a checkpoint", "who": "the loop", "for": 0.1, "limit": 9.0}]
+    gone = {"state": "running", "pid_started": "0", "step": 0, "waits": waits}
+    (run_dir / "status.json").write_text(json.dumps(status | gone))
+    found = diagnose(run_dir)
+    assert (found.state, found.step, found.saved_step, found.waits) == ("killed", 2, 2, ())
+    assert found.summary.endswith("is gone and has not said why")
+    monkeypatch.setattr("relax_gym.doctor.FULL", 2**62)
+    assert "is gone; the disk is full (" in diagnose(run_dir).summary
+    assert diagnose(run_dir).advice.startswith("make room there, then go on with: ")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_that_was_stopped_before_its_first_step_has_saved_nothing(tmp_path: Path, begun: bool) -> None:
+    class Interrupted(RecordingLearner):
+        def step(self, batch: Batch) -> dict[str, float]:
+            raise Stopped(signal.SIGTERM, "stopped")
+
+    with pytest.raises(BaseExceptionGroup):
+        run(trainer(tmp_path, half_a, Interrupted()))
+    if not begun:  # stopped while it was starting
+        (tmp_path / "run" / "config.toml").unlink()
+    found = diagnose(tmp_path / "run")
+    assert (found.state, found.steps) == ("stopped", 3)
+    assert "before its first step, so that there was nothing to save" in found.summary
+    assert ("--resume" in found.advice) == begun
+
+
+def test_errors_of_the_process_before_are_over(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "run.log"
+    run(trainer(tmp_path, half_a))
+    with log_file(log):
+        logging.getLogger("relax_gym").warning("the disk is slow")
+    assert diagnose(tmp_path / "run").last_error == "the disk is slow"
+    with log_file(log):
+        pass
+    assert diagnose(tmp_path / "run").last_error is None
 
 
 def test_a_finished_run_and_one_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

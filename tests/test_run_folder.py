@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,9 @@ import pytest
 
 from relax_gym.config import LearnerSection, RunConfig, parse_config
 from relax_gym.errors import RunFolderError
+from relax_gym.manifest import PACKAGES
 from relax_gym.plugins import plugins
-from relax_gym.run_folder import RunFolder, read_lines
+from relax_gym.run_folder import RunFolder, cut_lines, read_lines
 from relax_gym.trajectory import to_samples
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, Trajectory, Turn
 
@@ -51,12 +53,15 @@ def lines_of(folder: RunFolder, *trajectories: Trajectory) -> list[dict[str, Any
 
 
 def test_k120_missing_parents_are_made_and_the_config_is_kept(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("relax_gym.manifest.PACKAGES", (*PACKAGES, "no-such-package"))
     monkeypatch.setattr(plugins(), "sources", {"relax_gym_envs": "relax-gym", "hello": "hello-plugin 1.2"})
     folder = begun(config(tmp_path / "a" / "b"))
     assert (folder.path / "config.toml").exists()
     manifest = json.loads((folder.path / "manifest.json").read_text())
     assert manifest["environments"][0]["id"] == "relax_gym/GuessNumber-v0"
-    assert manifest["packages"]["torch"]
+    for name in ("torch", "peft", "megatron-core", "ray"):
+        assert manifest["packages"][name] == version(name)
+    assert "no-such-package" not in manifest["packages"]
     assert manifest["plugins"] == {"hello": "hello-plugin 1.2"}
     assert not list(folder.path.glob("*.partial"))
 
@@ -74,7 +79,7 @@ def test_k115_resume_takes_more_steps_but_no_other_run(tmp_path) -> None:
     assert "steps = 9" in (tmp_path / "r" / "config.toml").read_text()
     assert run_id.read_text() == before
     with pytest.raises(
-        RunFolderError, match=r"holds another run \(train: .*'group_size': 2.* there, .*'group_size': 4"
+        RunFolderError, match=r"holds another run \(train.group_size: 2 there, 4 here\); resume it with"
     ):
         RunFolder(config(tmp_path / "r", group_size=4), resume=True)
     with pytest.raises(RunFolderError, match=r"nothing to resume: .*new"):
@@ -89,7 +94,7 @@ def test_a_resumed_run_may_have_another_layout_of_the_learner(tmp_path) -> None:
     begun(with_learner(tp=2, pp=2, lr=1e-5))
     RunFolder(with_learner(dp=2, micro_batch_tokens=99, lr=1e-5), resume=True).begin(0)
     assert "dp = 2" in (tmp_path / "r" / "config.toml").read_text()
-    with pytest.raises(RunFolderError, match=r"holds another run \(learner: {.*'lr': 1e-05} there, {.*'lr': 0.1} here"):
+    with pytest.raises(RunFolderError, match=r"holds another run \(learner\.lr: 1e-05 there, 0\.1 here\); resume"):
         RunFolder(with_learner(lr=0.1), resume=True)
 
 
@@ -131,6 +136,41 @@ def test_lines_later_than_the_checkpoint_are_forgotten_and_a_cut_line_too(tmp_pa
         '{"step": 1, "x": 0.1, "nan": null, "np": 0.5}\n'
         '{"step": 2, "x": 0.2, "nan": null, "np": 0.5}\n'
     )
+
+
+def test_episodes_are_cut_where_they_are_and_none_before_is_looked_at(tmp_path) -> None:
+    folder = begun(config(tmp_path / "r"))
+    for step, kind in ((1, "train"), (2, "eval"), (2, "queued"), (3, "train"), (1, "queued")):
+        folder.add_group(step, Group(group_id="6", slot=6, trajectories=(episode(),)), kind=kind)
+    lines = folder.episodes_path.read_text().splitlines(keepends=True)
+    folder.episodes_path.write_text("".join(["not looked at\n", *lines, '{"step": 3, "ki']))
+    inode = folder.episodes_path.stat().st_ino
+    folder.truncate(2)
+    assert folder.episodes_path.read_text() == "".join(["not looked at\n", *lines[:2]])
+    assert folder.episodes_path.stat().st_ino == inode
+    folder.episodes_path.write_text(lines[0] + "broken\n" + lines[3])
+    with pytest.raises(
+        RunFolderError, match=rf"episodes\.jsonl, the line at byte {len(lines[0])} is not JSON: .*; repair"
+    ):
+        folder.truncate(2)
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", '\n{"step": 9', '\n{"step": 9, "x": "\u00e4'])
+def test_a_cut_leaves_what_the_records_say(tmp_path, monkeypatch, block: int, end: str) -> None:
+    monkeypatch.setattr("relax_gym.run_folder.BLOCK", block)
+    lines = [json.dumps({"step": step, "x": "ä" * (5 * step)}) for step in (0, 1, 1, 2, 4)]
+    for step in range(-1, 5):
+        path = tmp_path / "lines.jsonl"
+        path.write_bytes(("\n".join(lines) + end).encode()[: -1 if end.endswith("ä") else None])
+        cut_lines(path, lambda line, step=step: line["step"] > step)
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        assert path.read_text().rstrip("\n") == "\n".join(kept)
+        assert path.read_text().endswith("\n") or not kept
+    path.write_bytes(b"")
+    cut_lines(path, bool)
+    cut_lines(tmp_path / "none.jsonl", bool)
+    assert path.read_bytes() == b""
 
 
 def test_only_the_last_line_may_be_broken(tmp_path) -> None:

@@ -17,11 +17,12 @@ from relax_gym.actor import Actor
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import RolloutConfig
 from relax_gym.dry_run import _rehearse
-from relax_gym.errors import TrainingError
+from relax_gym.errors import ConfigError, TrainingError
 from relax_gym.evaluate import evaluate
 from relax_gym.hookspecs import hookimpl
 from relax_gym.play import Player
 from relax_gym.plugins import plugins
+from relax_gym.preflight import probe_envs
 from relax_gym.sampler import SamplingParams
 from relax_gym.testing import RecordingLearner, ScriptedSampler, tiny_tokenizer
 from relax_gym.types import Metrics
@@ -115,6 +116,17 @@ def test_good_experts_have_no_errors_async_ones_neither(tmp_path: Path) -> None:
 def test_experts_that_always_fail_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="every expert episode failed"):
         warm_up(tmp_path, "Sometimes", fault="always")
+
+
+def test_no_steps_are_no_warm_up_and_need_no_expert(tmp_path: Path) -> None:
+    config = trainer(tmp_path, half_a, env=[{"id": "test/Nan-v0"}], warmup={"steps": 1})._config
+    with pytest.raises(ConfigError, match=r"\[warmup\] needs Nan\.expert_action\(\).*, or set warmup\.steps = 0"):
+        probe_envs(config)
+    none = {"env": [{"id": "test/Nan-v0"}], "warmup": {"steps": 0}, "train": {"steps": 1}}
+    loop = trainer(tmp_path, lambda *_: "b", learner := RecordingLearner(), **none)
+    probe_envs(loop._config)
+    run(loop)
+    assert (learner.imitated, learner.version) == ([], 1)
 
 
 @pytest.mark.parametrize(("fault", "error"), [("", None), ("always", "ValueError: no idea")])

@@ -14,6 +14,11 @@ from relax_gym_plugins.samplers.sglang.options import SGLangSamplerOptions
 class SGLangTeacherOptions(Options):
     """`teacher_engine = { name = "sglang", … }`: teachers on SGLang servers, launched for the run or attached to."""
 
+    may_change = (
+        *("urls", "engines", "server_args", "python", "env", "devices", "api_key_env", "ca_file", "launch_timeout"),
+        *("request_timeout", "retries", "concurrency"),
+    )
+
     urls: dict[str, tuple[str, ...]] = Field(
         default_factory=dict,
         description="servers that run already, by the teacher's model name; for a teacher without, some are launched",

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from relax_gym.config import Options
 from relax_gym.context import RunContext
+from relax_gym.disk import THEN_RESUME, explained
 
 
 class TensorBoardOptions(Options):
@@ -27,9 +28,10 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         start_step = context.start_step
+        self._folder = str(context.run_dir / "tensorboard")
         self._open = partial(
             SummaryWriter,
-            log_dir=str(context.run_dir / "tensorboard"),
+            log_dir=self._folder,
             purge_step=start_step + 1 if start_step else 0,
             flush_secs=options.flush_seconds,
         )
@@ -40,13 +42,15 @@ class TensorBoardTracker:
         """Write one point for each metric at `step`."""
         if self._closed:
             raise RuntimeError("the TensorBoard tracker is closed; log before close()")
-        if self._writer is None:
-            self._writer = self._open()
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        with explained(self._folder, THEN_RESUME):
+            if self._writer is None:
+                self._writer = self._open()
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and end. Idempotent."""
-        if self._writer is not None and not self._closed:
-            self._writer.close()
-        self._closed = True
+        closed, self._closed = self._closed, True
+        if self._writer is not None and not closed:
+            with explained(self._folder, THEN_RESUME):
+                self._writer.close()

@@ -27,7 +27,7 @@ class MegatronLearnerOptions(LearnerOptions):
     @model_validator(mode="before")
     @classmethod
     def _point_to_the_torch_learner(cls, given: Any) -> Any:
-        if isinstance(given, dict) and (found := sorted(TORCH_ONLY.keys() & given.keys())):
+        if isinstance(given, dict) and (found := sorted(key for key in TORCH_ONLY if given.get(key))):
             raise ValueError(f"the Megatron learner has no {found[0]}; {TORCH_ONLY[found[0]]}")
         return given
 

@@ -15,6 +15,8 @@ DEFAULT_CONTEXT = 8192
 class LocalSamplerOptions(Options):
     """`[sampler] name = "local"`: in-process sampling with continuous batching."""
 
+    may_change = ("device", "max_slots", "prefill_tokens", "deterministic")
+
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 on CUDA and on CPUs that multiply in it, else float32"
     )

@@ -15,6 +15,11 @@ from relax_gym.errors import ConfigError
 class SGLangSamplerOptions(Options):
     """`[sampler] name = "sglang"`: rollouts on SGLang servers, launched for the run or attached to by URL."""
 
+    may_change = (
+        *("engines", "urls", "server_args", "python", "env", "devices", "api_key_env", "ca_file", "launch_timeout"),
+        *("request_timeout", "update_timeout", "retries", "sync", "verify_weights", "colocate"),
+    )
+
     engines: int = Field(1, ge=1, description="servers to launch; ignored with urls")
     urls: tuple[str, ...] = Field(
         (), description="servers that run already, e.g. http://10.0.0.5:30000; none is launched"
