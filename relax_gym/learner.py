@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics, TrainingSample
@@ -18,6 +20,13 @@ class Learner(ABC):
     """Steps taken. The policy version of the weights is that divided by `train.update_every`, rounded down."""
     exports_checkpoints: bool = True
     """Whether checkpoints are model folders, too. Else `export_checkpoint` makes one of them when it is wanted."""
+
+    @classmethod  # noqa: B027 (a learner may take any model)
+    def check_model(cls, context: RunContext, options: Any) -> None:
+        """Raise what building the learner would for this model and these teachers, as far as it takes no weights.
+
+        Called by `--dry-run`, and before the learner is built.
+        """
 
     @abstractmethod
     def step(self, batch: Batch) -> Metrics:
