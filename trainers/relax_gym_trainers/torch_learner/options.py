@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from relax_gym.config import Options, RunConfig, Section, load_algorithms
+from relax_gym.config import Options, RunConfig, load_algorithms
 from relax_gym.errors import ConfigError
+from relax_gym.section import Section
 
 
 class LoraOptions(Section):
