@@ -95,9 +95,9 @@ class Algorithm(Section):
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the KL loss to the frozen initial model; 0 keeps no such model"
     )
-    kl_estimator: Literal["k2", "k3"] = "k3"
+    kl_estimator: Literal["k2", "k3"] = Field("k3", description="of the loss from one sampled token")
     kl_reward_coef: float = Field(0.0, ge=0, description="weight of the KL to that model, subtracted from the reward")
-    kl_reward_estimator: Literal["k1", "k3"] = "k1"
+    kl_reward_estimator: Literal["k1", "k3"] = Field("k1", description="of the reward from one sampled token")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus over the full vocabulary")
 
     credit: Literal["episode", "turn"] = Field(
