@@ -326,9 +326,11 @@ def measure(mode: str, model: Path, folder: Path, args: argparse.Namespace, seco
     begin = time.monotonic()
     config = run_config(mode, model, folder, args)
     error = run_apart(config, folder, max(1.0, seconds - CLOSING_SECONDS))
-    row: dict[str, Any] = {"mode": mode, "error": error or "made no step that counts"}
     metrics = folder / "metrics.jsonl"
-    if metrics.exists() and (lines := measured(read_lines(metrics), mode, args)):
+    done = read_lines(metrics)
+    few = f"{len(done)} steps in {seconds:.0f} s, of which the last {CLOSING_SECONDS:.0f} are for its end"
+    row: dict[str, Any] = {"mode": mode, "error": error or f"made no step that counts: {few}; raise --limit"}
+    if lines := measured(done, mode, args):
         row = {**summary(mode, lines), **({"error": error} if error and len(lines) < args.steps else {})}
         row = without_servers(row, config["sampler"].get("engines", 1)) or row
     if args.timelines and (folder / "timeline.json").exists():

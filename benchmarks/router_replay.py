@@ -98,7 +98,7 @@ class Stepper:
 
         hooks = [router.register_forward_hook(hook(place)) for place, router in enumerate(routers)]
         part = self.objective.part(samples, skip_flat=False)
-        scores = self.backend.score_all(part)
+        scores = self.backend.score_all(part.micro_batches)
         for one in hooks:
             one.remove()
         found = []

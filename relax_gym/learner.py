@@ -19,7 +19,8 @@ class Learner(ABC):
     version: int = 0
     """Steps taken. The policy version of the weights is that divided by `train.update_every`, rounded down."""
     exports_checkpoints: bool = True
-    """Whether checkpoints are model folders, too. Else `export_checkpoint` makes one of them when it is wanted."""
+    """Whether `export` is to make checkpoints model folders, too. Else `save_state` does, or `export_checkpoint` when
+    one is wanted."""
 
     @classmethod  # noqa: B027 (a learner may take any model)
     def check_model(cls, context: RunContext, options: Any) -> None:

@@ -67,6 +67,9 @@ class TeacherScores:
 class Teacher(ABC):
     """A frozen model that scores what the policy sampled: in the learner's process, or an engine somewhere else."""
 
+    scores_alone: bool = False
+    """What it says of a sample depends on nothing else it is asked for: it is asked for many groups in one call."""
+
     @abstractmethod
     def score(self, samples: Sequence[TrainingSample], *, temperature: float, top_k: int) -> list[TeacherScores]:
         """Scores of each sample, in order; blocks.

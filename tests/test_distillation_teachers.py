@@ -49,6 +49,18 @@ def test_a_teacher_may_be_an_engine(models, algorithm):
     assert all(torch.equal(value, weights(there)[name]) for name, value in weights(here).items())
 
 
+@pytest.mark.parametrize(("alone", "calls"), [(False, 2), (True, 1)])
+def test_an_engine_whose_scores_stand_alone_is_asked_once_for_all_groups(models, alone, calls):
+    asked = []
+    there = engine(distilling(models, double=False, level="reward"), lambda scores: asked.append(len(scores)) or scores)
+    (teacher,) = there.objectives[0].distiller._teachers.values()
+    teacher.scores_alone = alone
+    here = distilling(models, double=False, level="reward")
+    batch = random_batch(groups=2, size=3)
+    assert without_seconds(there.step(batch))["opd_kl"] == pytest.approx(here.step(batch)["opd_kl"], rel=1e-5)
+    assert (len(asked), sum(asked)) == (calls, 6)
+
+
 def test_an_engine_cannot_compare_whole_vocabularies(models):
     with pytest.raises(ConfigError, match="top_k = 0 compares whole vocabularies, for which a teacher must be a model"):
         engine(distilling(models, double=False))

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_cases import random_batch, sample
+from megatron_learner_kit import Case, Folders, on_ranks, rank_learner
 from test_packing import BLUE, LATER, RED, A, B, C, with_media
 
 from relax_gym.errors import TrainingError
 from relax_gym.types import TrainingSample
 from relax_gym_trainers.functional import token_weights
+from relax_gym_trainers.megatron_learner.backend import pair_cost
 from relax_gym_trainers.megatron_learner.batches import PackedBatch, Plan, plan, split_for_context, zigzag
+from relax_gym_trainers.megatron_learner.parallel import Layout
+from relax_gym_trainers.megatron_learner.rank_service import Place
 from relax_gym_trainers.torch_learner import update
 from relax_gym_trainers.torch_learner.packing import UNROUTED
 
@@ -242,3 +248,27 @@ def test_long_and_short_samples_are_balanced_over_ranks() -> None:
     costs = [sum(float((n := np.diff(b.cu_seqlens)) @ (1 + 1e-4 * n)) for b in share) for share in batches]
     assert max(costs) / np.mean(costs) < 1.03
     assert len(batches[0]) == 5
+
+
+def test_a_pair_costs_what_attention_computes_beside_the_matrices() -> None:
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 8, "kv_channels": 128}
+    dense = SimpleNamespace(**sizes, ffn_hidden_size=3072, num_moe_experts=None)
+    matrices = 1024 * (2048 + 2 * 1024) + 2048 * 1024 + 3 * 1024 * 3072
+    assert pair_cost(dense) == pytest.approx(2048 / matrices)
+    sparse = SimpleNamespace(**sizes, num_moe_experts=64, moe_ffn_hidden_size=384, moe_router_topk=8)
+    assert pair_cost(sparse) == pytest.approx(2048 / matrices)
+
+
+def shares(layout: Layout, place: Place, folder: Path, samples: Sequence[TrainingSample]) -> bool:
+    """Whether this rank's backend shares samples out by what their attention costs, and that is not by their tokens."""
+    learner = rank_learner(layout, place, 0, folder, Case(options={"micro_batch_tokens": 256}))
+    cost = pair_cost(learner.backend.chunks[0].config)
+    made = learner.backend.plan(samples, skip_flat=False).plan
+    learner.close()
+    by_cost, by_tokens = (plan(samples, ranks=2, budget=256, pair_cost=one).shares for one in (cost, 0.0))
+    return made.shares == by_cost != by_tokens
+
+
+def test_ranks_share_samples_out_by_what_they_cost(tmp_path: Path) -> None:
+    samples = [sample([5] * length, [0] * (length - 1) + [1]) for length in (200, 150, 100, 60, 60, 30, 20, 10)]
+    assert on_ranks(Layout(dp=2), shares, Folders(tmp_path)["dense"], samples) == [True, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,7 @@ def test_k113_four_steps_equal_two_and_resume_and_two(tiny: Path, tmp_path: Path
         assert same(whole[0], rest[0])
         assert whole[1] == rest[1]
         assert same(whole[2], rest[2])
+    assert same(load_file(tmp_path / "model.safetensors"), whole[0])  # though steps were taken while it was written
     files = [load_file(path) for path in (tmp_path / FOLDER).glob("rank-*.safetensors")]
     regions = [{name: value.numel() for name, value in file.items() if "@" in name} for file in files]
     vocabulary = TINY["vocab_size"]
@@ -228,7 +230,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused_before_anything_changes(
     assert begun.startswith(f"{state.format('begun')} is no checkpoint that a Megatron learner has written to its end")
     assert cut.startswith(f"{state.format('cut')}/rank-00000.safetensors has 1 bytes, not ")
     assert lost.startswith(f"{state.format('lost')}/rank-00000.safetensors has no bytes, not ")
-    assert version == f"{state.format('format')} has format 99; this version reads 1"
+    assert version == f"{state.format('format')} has format 99; this version reads 2"
     assert model == (
         f"{state.format('whole')} belongs to another model (experts 4 there, 8 here); set model.name to the model that "
         "the run began with"
@@ -281,7 +283,8 @@ def test_any_region_is_read_from_any_cut(cut: int, tmp_path: Path) -> None:
     for number, columns in enumerate(torch.arange(12).chunk(cut)):
         part = whole[:, columns]
         region = Region("w", shape, (0, int(columns[0])), (6, len(columns)))
-        writing = Writing(tmp_path / f"{number}", {region.name: part.contiguous()})
+        tensors = {region.name: part.contiguous()}
+        writing = Writing({tmp_path / f"{number}": partial(write_tensors, tmp_path / f"{number}", tensors)})
         assert writing.wait() is None
         files.append((f"{number}", [region]))
     sizes = {name: (tmp_path / name).stat().st_size for name, _ in files}

@@ -213,7 +213,7 @@ def apart(layout: Layout, place: Place, models: dict[str, str]) -> tuple[list[st
     seen = dataclasses.replace(sample([3, 4, 5], [0, 0, 1]), media=(Placed(media=picture, start=0, end=1),))
     refused = []
     with pytest.raises(ModelError) as error:
-        distiller.sampled([seen])
+        distiller.sampled([[seen]])
     refused.append(str(error.value))
     with pytest.raises(ModelError) as error:
         distiller.targets(dataclasses.replace(part, plan=dataclasses.replace(part.plan, used=(seen,))))

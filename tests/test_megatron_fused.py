@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from relax_gym_trainers.fused import _told
 from relax_gym_trainers.megatron_learner.modules.mlp import gated
 from relax_gym_trainers.megatron_learner.modules.norms import rms_norm
 from relax_gym_trainers.megatron_learner.rope import split_and_turn
@@ -59,3 +61,13 @@ def test_queries_keys_and_values(normed: bool, device: str) -> None:
         given = [torch.randn(rows, GROUPS * (QUERIES + 2), SIZE), *[torch.rand(SIZE)] * 2 * normed]
         given = [value.to(device, torch.float64) for value in given]
         close(lambda mixed, *norms, both=both: split_and_turn(mixed, GROUPS, *both, 1e-5, *norms), one_by_one, *given)
+
+
+def test_what_cannot_be_compiled_says_where_though_torch_says_nothing() -> None:
+    try:
+        try:
+            raise AssertionError
+        except AssertionError as cause:
+            raise RuntimeError("") from cause
+    except RuntimeError as error:
+        assert re.fullmatch(rf"AssertionError:  \({__file__}:\d+\)", _told(error))

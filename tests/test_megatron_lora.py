@@ -212,11 +212,15 @@ def test_adapters_go_on_from_a_checkpoint_bit_for_bit(folders: Folders, tmp_path
         torch.testing.assert_close(exported[name], value, **close)
 
 
-@pytest.mark.long
-def test_another_layout_takes_the_adapters_of_a_checkpoint(folders: Folders, tmp_path: Path) -> None:
-    before, metrics, _ = on_ranks(Layout(tp=2), saved, folders["dense"], ADAPTED, tmp_path)[0]
+SOME = {**LORA, "targets": ("q_proj", "layers.2.mlp.gate_proj")}
+
+
+@pytest.mark.parametrize("adapted", [SOME, pytest.param(LORA, marks=SLOW)], ids=["some layers", "all"])
+def test_another_layout_takes_the_adapters_of_a_checkpoint(folders: Folders, tmp_path: Path, adapted: Any) -> None:
+    case = dataclasses.replace(ADAPTED, options={"lora": adapted})
+    before, metrics, _ = on_ranks(Layout(tp=2), saved, folders["deep"], case, tmp_path)[0]
     for layout in (Layout(), Layout(pp=2)):
-        found = on_ranks(layout, resumed, folders["dense"], ADAPTED, tmp_path)[0]
+        found = on_ranks(layout, resumed, folders["deep"], case, tmp_path)[0]
         for name, value in before.items():
             torch.testing.assert_close(found[0][name], value, atol=1e-6, rtol=0)
         assert found[1][-1]["loss"] == pytest.approx(metrics[-1]["loss"], abs=1e-5)

@@ -58,3 +58,24 @@ def test_preparing_changes_no_bit(model: str, layout: Layout) -> None:
         assert without_times(plain.metrics) == without_times(ahead.metrics)
         assert plain.metrics[1]["kl"] > 0
         assert all(torch.equal(plain.weights[name], value) for name, value in ahead.weights.items())
+
+
+def passes(layout: Layout, place: Place, folder: str, case: Case) -> list[int]:
+    """How many micro-batches each pass of the reference has, in a step of several groups."""
+    learner = rank_learner(layout, place, 0, Path(folder), case)
+    read, found = learner.backend.read, []
+
+    def counted(micro_batches: Any, look: Any) -> Any:
+        found.append(len(micro_batches))
+        return read(micro_batches, look)
+
+    learner.backend.read = counted  # type: ignore[method-assign]
+    learner.step(case.steps[0])
+    learner.close()
+    return [count for count in found if count]
+
+
+def test_all_groups_go_through_the_pipeline_in_one_pass(model: str) -> None:
+    case = Case(algorithm={"kl_coef": 0.1}, steps=batches(1, groups=5))
+    (count,) = on_ranks(Layout(), passes, model, case)[0]
+    assert count >= 5

@@ -112,6 +112,15 @@ def test_k41_three_steps_are_those_of_the_torch_learner_with_the_same_experts(fo
     assert {name: error for name, error in gap(ours, theirs).items() if error > 1e-4} == {}
 
 
+def test_groups_with_experts_and_without_are_scored_in_one_step(folder) -> None:
+    lacking = {f"g1e{number}": None for number in range(3)}
+    case = Case(algorithm={"kl_coef": 0.1}, steps=[routed(batch, **lacking) for batch in batches(2, groups=4)])
+    (ours,) = by_megatron(Layout(dp=2), folder("normed"), [case])
+    theirs = by_torch(folder("normed"), dataclasses.replace(case, options=PLAIN))
+    assert {name: error for name, error in gap(ours, theirs).items() if error > 1e-4} == {}
+    assert theirs.metrics[1]["kl"] > 0
+
+
 def test_without_experts_steps_are_others(folder) -> None:
     replayed, own = by_megatron(
         Layout(), folder("normed"), [Case(steps=steps("normed", 1)), Case(steps=batches(1, groups=4))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,11 +41,19 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return compiled()(*args, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
-            log.warning("%s is slow on this GPU, as it cannot be compiled: %s", function.__name__, error)
+            log.warning("%s is slow on this GPU, as it cannot be compiled: %s", function.__name__, _told(error))
             works = False
             return function(*args, **options)
 
     return call
+
+
+def _told(error: BaseException) -> str:
+    """What was raised first, and where: torch's own message may be empty."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
 
 
 def _kind(args: Sequence[Any]) -> tuple[Any, ...]:

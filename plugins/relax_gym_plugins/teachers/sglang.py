@@ -62,6 +62,8 @@ class SGLangTeacher(Teacher):
                 raise ModelError(f"cannot start teacher {model!r}: {error}") from error
             raise
 
+    scores_alone = True  # each sample is a request
+
     def score(self, samples: Sequence[TrainingSample], *, temperature: float, top_k: int) -> list[TeacherScores]:
         """See `Teacher.score`. Raises TrainingError when no server answers, or one refuses."""
         if temperature != 1.0:

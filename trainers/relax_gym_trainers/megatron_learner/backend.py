@@ -63,6 +63,14 @@ class Head:
     dtype: torch.dtype
 
 
+def pair_cost(config: Any) -> float:
+    """What causal attention costs for each pair of tokens of a sequence, in units of what a token costs in the matrices
+    of a layer (Megatron's config); of experts those that a token uses."""
+    width, shared = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
+    inner = config.moe_ffn_hidden_size * config.moe_router_topk if config.num_moe_experts else config.ffn_hidden_size
+    return float(width / (config.hidden_size * (2 * width + 2 * shared + 3 * inner)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankPart(Part[PackedBatch]):
     """The share of one data-parallel rank, and the plan of all."""
@@ -94,6 +102,7 @@ class MegatronBackend:
         self.reference = Reference(parameters, offload=options.offload_reference)
         self.control: Any = dist.new_group(backend="gloo", timeout=options.patience)
         self.replays = {chunk: RouterReplay(chunk) for chunk in self.chunks}
+        self._pair_cost = pair_cost(self.chunks[0].config)
 
     # What objectives ask for ------------------------------------------------------------------------------------------
 
@@ -113,6 +122,7 @@ class MegatronBackend:
             budget=self.options.micro_batch_tokens * self.layout.cp,
             align=self.layout.token_multiple,
             skip_flat=skip_flat,
+            pair_cost=self._pair_cost,
             multiple=self.layout.pp if self.layout.vpp > 1 else 1,
             apart=None if distiller is None else distiller.owner,
         )
@@ -126,16 +136,18 @@ class MegatronBackend:
             saved_tokens=0,
         )
 
-    def score_all(self, part: Part[PackedBatch]) -> list[Tensor]:
+    def score_all(self, micro_batches: Sequence[PackedBatch]) -> list[Tensor]:
         """See `Backend.score_all`. Ranks of other stages than the last get zeros."""
 
         def look(hidden: Tensor, batch: PackedBatch, share: ContextShare) -> Tensor:
             return self.over_context(self._score(hidden, batch, share)[0], batch, share)
 
-        found = self.read(part.micro_batches, look)
+        found: dict[PackedBatch, Tensor | None] = {}
+        for routed in (False, True):  # a pass replays all experts or none
+            some = [batch for batch in micro_batches if (batch.experts is not None) == routed]
+            found |= zip(some, self.read(some, look), strict=True)
         return [
-            torch.zeros(len(batch.targets)) if scores is None else scores
-            for batch, scores in zip(part.micro_batches, found, strict=True)
+            torch.zeros(len(batch.targets)) if (scores := found[batch]) is None else scores for batch in micro_batches
         ]
 
     def read(self, batches: Sequence[PackedBatch], look: Look[T]) -> list[T | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from transformers import PretrainedConfig
 
 from relax_gym.errors import RelaxGymError, RunFolderError, TrainingError, reason
 from relax_gym_trainers.megatron_learner import compat, lora  # noqa: F401  (compat before megatron)
-from relax_gym_trainers.megatron_learner.checkpoint_files import Region, Stored, Writing, table, write_index
+from relax_gym_trainers.megatron_learner.checkpoint_files import (
+    Region,
+    Stored,
+    Writing,
+    table,
+    write_index,
+    write_tensors,
+)
 from relax_gym_trainers.megatron_learner.checkpoint_slots import (
     MOMENTS,
     REFERENCE,
@@ -38,7 +46,7 @@ from relax_gym_trainers.megatron_learner.families.base import expert_size, numbe
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
 
 FOLDER = "megatron_state"
-FORMAT = 1
+FORMAT = 2
 CONFIGS = ("config.json", "generation_config.json")
 """What an export needs beside the weights."""
 
@@ -65,12 +73,21 @@ class Checkpointer:
         self._pending: tuple[Path, Writing, list[Region], dict[str, Any]] | None = None
 
     @torch.no_grad()
-    def save(self, folder: Path, source: Path | None, *, reference: bool, **facts: Any) -> None:
+    def save(
+        self,
+        folder: Path,
+        source: Path | None,
+        *,
+        reference: bool,
+        model: Callable[[], None] | None = None,
+        **facts: Any,
+    ) -> None:
         """Copy everything to host memory and begin to write it into the folder, which is whole after `finish`.
 
         Args:
             source: The folder that the model came from, on the rank that is to keep its configs, else None.
             reference: Whether the frozen weights belong to the state.
+            model: Writes a model folder beside it.
             facts: What else `load` is to return.
 
         Raises:
@@ -100,7 +117,11 @@ class Checkpointer:
             "lora": self._adapters,
             **facts,
         }
-        self._pending = place, Writing(place / self._file(self._rank), tensors), mine, index
+        path = place / self._file(self._rank)
+        writers: dict[Path, Callable[[], None]] = {path: partial(write_tensors, path, tensors)}
+        if model is not None:
+            writers[folder] = model
+        self._pending = place, Writing(writers), mine, index
 
     def finish(self) -> None:
         """Wait until all ranks have written what `save` began. Idempotent.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,30 +42,32 @@ class Region:
 
 
 class Writing:
-    """Writes one file in a thread of its own."""
+    """Writes files, one after the other, in a thread of its own."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` are on the CPU and contiguous, and nobody changes them."""
+    def __init__(self, writers: Mapping[Path, Callable[[], None]]) -> None:
+        """By what they write."""
         self._error: str | None = None
-        self._thread = threading.Thread(target=self._write, args=(path, tensors), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(writers,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> str | None:
-        """Until it is on the disk. Returns why it is not."""
+        """Until all is on the disk. Returns why it is not."""
         self._thread.join()
         return self._error
 
-    def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        try:
-            write_tensors(path, tensors)
-        except OSError as error:
-            self._error = f"cannot write {path}: {error.strerror or error}"
-        except Exception as error:
-            self._error = f"cannot write {path}: {reason(error)}"
+    def _write(self, writers: Mapping[Path, Callable[[], None]]) -> None:
+        for path, write in writers.items():
+            try:
+                write()
+            except Exception as error:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else reason(error)
+                self._error = f"cannot write {path}: {why}"
+                return
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file, on the disk when this returns; unlike the library's function it copies nothing."""
+    """A safetensors file of contiguous tensors on the CPU, on the disk when this returns; unlike the library's function
+    it copies nothing."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():

@@ -69,6 +69,7 @@ def slots(chunks: Sequence[Any], optimizer: Any) -> list[Slot]:
     owners = _owners(optimizer) if optimizer is not None else {}
     metadata = {
         "singleton_local_shards": False,
+        "non_homogeneous_layers": True,  # adapters may be in some layers only
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     out = []

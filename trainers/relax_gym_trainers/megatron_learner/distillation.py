@@ -153,10 +153,11 @@ class SharedEngine(Teacher):
         """`build` is called on rank 0, and errors are raised on all; `group` has all ranks and takes objects."""
         self._name, self._group, self._engine = name, group, None
 
-        def make() -> None:
+        def make() -> bool:
             self._engine = build()
+            return self._engine.scores_alone
 
-        self._ask(make)
+        self.scores_alone = self._ask(make)
 
     def score(self, samples: Sequence[TrainingSample], *, temperature: float, top_k: int) -> list[TeacherScores]:
         """See `Teacher.score`. Raises TrainingError where the engine fails on rank 0, and there what it raised."""

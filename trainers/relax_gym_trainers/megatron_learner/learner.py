@@ -26,6 +26,8 @@ class MegatronLearner(Learner):
     """Rank 0 in this process, the others in processes of their own or of a launcher. Every call is one of all ranks:
     when one of them fails, dies or hangs, the call says which, and all have ended."""
 
+    exports_checkpoints = False  # `save_state` writes the model, in the background
+
     def __init__(self, context: RunContext, options: MegatronLearnerOptions) -> None:
         """Start the ranks and load the model on them.
 
@@ -47,7 +49,6 @@ class MegatronLearner(Learner):
         only = options.updates_per_step * options.epochs == 1
         self._prepares = any(asked_for(algorithm, only=only) for algorithm in load_algorithms(context.config))
         self.version = 0
-        self.exports_checkpoints = options.checkpoint_model
         self._finish: Callable[[], None] | None = None
 
     @classmethod

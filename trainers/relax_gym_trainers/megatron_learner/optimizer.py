@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from relax_gym.errors import TrainingError
 from relax_gym_trainers.megatron_learner import compat  # noqa: F401  (before megatron)
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
-from relax_gym_trainers.reference import on_host, settle
 from relax_gym_trainers.torch_learner.optimizer import non_finite
 
 from megatron.core.distributed import (  # isort: skip
@@ -100,42 +97,6 @@ def parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-class HostState:
-    """Moments and float32 copies of weights, in host memory except inside `on_device`."""
-
-    def __init__(self, optimizer: Any, weights: Sequence[Tensor]) -> None:
-        """`weights` are the model's, which stay where they are, and with them views that the optimizer steps."""
-        self._inner = [one.optimizer for one in parts(optimizer) if not getattr(one, "is_stub_optimizer", False)]
-        self._device = weights[0].device
-        stay = {weight.untyped_storage().data_ptr() for weight in weights}
-        stepped = [p for inner in self._inner for group in inner.param_groups for p in group["params"]]
-        self._copies = [p for p in stepped if p.untyped_storage().data_ptr() not in stay]
-        self.leave()
-
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The optimizer can step."""
-        for copy in self._copies:
-            copy.data = copy.data.to(self._device, non_blocking=True)
-        for state, name in self._moments():
-            state[name] = state[name].to(self._device, non_blocking=True)
-        try:
-            yield
-        finally:
-            self.leave()
-
-    def leave(self) -> None:
-        """What is on the device goes to host memory."""
-        for copy in self._copies:
-            copy.data = self._away(copy.data)
-        for state, name in self._moments():
-            state[name] = self._away(state[name])
-        settle([self._device])
-
-    def _away(self, tensor: Tensor) -> Tensor:
-        return on_host(tensor) if tensor.device == self._device else tensor
-
-    def _moments(self) -> list[tuple[dict[str, Any], str]]:
-        """Where they are found. The count of steps, a scalar, stays where its optimizer wants it."""
-        states = [state for inner in self._inner for state in inner.state.values()]
-        return [(state, name) for state in states for name, value in state.items() if getattr(value, "ndim", 0)]
+def inner(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers of torch under it."""
+    return [one.optimizer for one in parts(optimizer) if not getattr(one, "is_stub_optimizer", False)]

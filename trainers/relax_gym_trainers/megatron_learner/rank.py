@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,17 @@ from relax_gym.context import RunContext
 from relax_gym.models import language_config, language_prefix
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics
+from relax_gym_trainers.host_state import HostState
 from relax_gym_trainers.megatron_learner import hf, lora, model
 from relax_gym_trainers.megatron_learner.backend import Head, MegatronBackend
 from relax_gym_trainers.megatron_learner.checkpoint import Checkpointer
 from relax_gym_trainers.megatron_learner.distillation import load_distiller
 from relax_gym_trainers.megatron_learner.optimizer import (
-    HostState,
     add_up,
     apply_gradient,
     build_optimizer,
     forget,
+    inner,
     wrap,
 )
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
@@ -54,6 +57,7 @@ class RankLearner(PolicyLearner):
 
     options: MegatronLearnerOptions
     backend: MegatronBackend
+    _warming_up = _reference_moved = False
 
     def __init__(self, place: Place, context: RunContext, options: MegatronLearnerOptions) -> None:
         """Join the other ranks and load this one's share of the model."""
@@ -82,8 +86,7 @@ class RankLearner(PolicyLearner):
             lora.adapt(chunks, self._config, whole, self.layout, options.lora, seed=config.seed, **encoders)
         wrapped = wrap(chunks, options)
         self.optimizer = build_optimizer(wrapped, options, self._dtype)
-        weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        self._host_state = HostState(self.optimizer, weights) if options.offload_optimizer else None
+        self._host_state = HostState(inner(self.optimizer), chunks) if options.offload_optimizer else None
         head = Head(
             vocabulary=self._config.vocab_size,
             temperature=config.rollout.temperature,
@@ -99,7 +102,6 @@ class RankLearner(PolicyLearner):
         self._source = context.model_path
         self._export = hf.Export(chunks, self._config, prefix=language_prefix(self._source), bucket_bytes=BUCKET_BYTES)
         self._gathering, self._writes = iter(self._export), place.rank == 0
-        self._warming_up = self._reference_moved = False
         control = self.backend.control
         adapters = lora.facts(chunks, self._config, options, context.model_path, control)
         self._checkpointer = Checkpointer(
@@ -157,16 +159,27 @@ class RankLearner(PolicyLearner):
         write_folder(self._export, self._source, folder if self._writes else None)
 
     def save_state(self, folder: Path) -> None:
-        """Begin to write the state into the folder; `finish_save` waits for it."""
+        """Begin to write the state into the folder, and with `checkpoint_model` a model folder; `finish_save` waits for
+        it."""
         self._checkpointer.save(
             folder,
             self._source if self._writes else None,
             reference=self._reference_moved,
+            model=self._model_writer(folder) if self.options.checkpoint_model else None,
             version=self.version,
             warming_up=self._warming_up,
             dtype=str(self._dtype).removeprefix("torch."),
             model_folder=str(self._source),
         )
+
+    def _model_writer(self, folder: Path) -> Callable[[], None] | None:
+        """On the rank that writes, what will write the weights of now; they wait in host memory."""
+        if not self._writes:
+            for _ in self._export:
+                pass
+            return None
+        weights = [(name, tensor.to("cpu", copy=True)) for name, tensor in self._export]
+        return partial(write_folder, weights, self._source, folder)
 
     def finish_save(self) -> None:
         """See `Checkpointer.finish`."""

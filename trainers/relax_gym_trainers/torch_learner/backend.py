@@ -53,9 +53,9 @@ class TorchBackend:
             apart=None if distiller is None else distiller.owner,
         )
 
-    def score_all(self, part: Part[MicroBatch]) -> list[Tensor]:
+    def score_all(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """See `Backend.score_all`."""
-        return score_all(self.policy, part.micro_batches)
+        return score_all(self.policy, micro_batches)
 
     def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:
         """See `Backend.accumulate`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -63,14 +64,16 @@ class Distiller:
         """Name of the sample's teacher. Samples of two must not share a micro-batch."""
         return self._distillation.teacher_of(sample.env_id)
 
-    def sampled(self, samples: Sequence[TrainingSample]) -> list[FloatArray]:
-        """The teachers' log-probs of each sample's trained tokens, [trained_tokens] each."""
+    def sampled(self, groups: Sequence[Sequence[TrainingSample]]) -> list[list[FloatArray]]:
+        """The teachers' log-probs of the trained tokens of each group's samples, [trained_tokens] each."""
         found: dict[TrainingSample, FloatArray] = {}
-        for name in dict.fromkeys(self.owner(sample) for sample in samples):
-            own = [sample for sample in samples if self.owner(sample) == name]
-            scores = checked_scores(self._teachers[name], own, temperature=self._temperature, top_k=0)
-            found |= {s: score.logprobs.astype(np.float64) for s, score in zip(own, scores, strict=True)}
-        return [found[sample] for sample in samples]
+        for name in dict.fromkeys(self.owner(sample) for group in groups for sample in group):
+            teacher = self._teachers[name]
+            own = [[sample for sample in group if self.owner(sample) == name] for group in groups]
+            for samples in [list(chain(*own))] if teacher.scores_alone else filter(None, own):
+                scores = checked_scores(teacher, samples, temperature=self._temperature, top_k=0)
+                found |= {s: score.logprobs.astype(np.float64) for s, score in zip(samples, scores, strict=True)}
+        return [[found[sample] for sample in group] for group in groups]
 
     def score(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-prob and entropy under the policy, its divergence from the teacher, the teacher's log-prob; [N] each.

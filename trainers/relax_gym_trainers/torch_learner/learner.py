@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
 from relax_gym.models import language_prefix
 from relax_gym.sampler import Weights
+from relax_gym_trainers.host_state import HostState
 from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner import model as models
 from relax_gym_trainers.torch_learner.backend import TorchBackend
@@ -93,7 +95,11 @@ class TorchLearner(PolicyLearner):
         optimizer = self.optimizer
         if imitation:
             optimizer = self._imitation = self._imitation or build_optimizer(self.parameters, self.options)
-        return apply_gradient(optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
+        with self._host_state(optimizer).on_device() if self.options.offload_optimizer else contextlib.nullcontext():
+            return apply_gradient(optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
+
+    def _host_state(self, *optimizers: torch.optim.AdamW) -> HostState:
+        return HostState(optimizers, [self.policy.model])
 
     def leave_warmup(self) -> None:
         """See `PolicyLearner.leave_warmup`. The reference is the model after the warm-up."""
@@ -158,6 +164,8 @@ class TorchLearner(PolicyLearner):
         if state["imitation"]:
             self._imitation = build_optimizer(self.parameters, self.options)
             self._imitation.load_state_dict(state["imitation"])
+        if self.options.offload_optimizer:
+            self._host_state(*filter(None, (self.optimizer, self._imitation)))
         if state["reference"]:
             self.backend.reference.values, self._reference_moved = state["reference"], True
         torch.set_rng_state(state["rng"].cpu())

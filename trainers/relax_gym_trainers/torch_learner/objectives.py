@@ -32,8 +32,8 @@ class Backend(Protocol):
     def plan(self, samples: Sequence[TrainingSample], *, skip_flat: bool, distiller: Distiller | None) -> Part[Any]:
         """Pack samples, or this process's share of them; `skip_flat` leaves out those without advantage."""
 
-    def score_all(self, part: Part[Any]) -> list[Tensor]:
-        """Log-probs of the trained tokens without gradient, [N] for each micro-batch."""
+    def score_all(self, micro_batches: Sequence[Any]) -> list[Tensor]:
+        """Log-probs of the trained tokens without gradient, [N] for each of the micro-batches of any parts."""
 
     def as_reference(self) -> AbstractContextManager[None]:
         """The policy has the frozen weights inside."""
@@ -152,15 +152,15 @@ class Objective:
         return _by_batch(part, self.reference.of(samples)) if self.algorithm.kl_coef else None
 
     def _score(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
-        return [self._score_group(group) for group in groups]
-
-    def _score_group(self, samples: Sequence[TrainingSample]) -> Values:
-        part = self.part(samples, skip_flat=False)
+        """Each group is cut into micro-batches by itself, and all go through the model one after the other."""
+        parts = [self.part(group, skip_flat=False) for group in groups]
+        batches = [batch for part in parts for batch in part.micro_batches]
         found: Values = {}
-        for batch, scores in zip(part.micro_batches, self.backend.score_all(part), strict=True):
+        for batch, scores in zip(batches, self.backend.score_all(batches), strict=True):
             values = np.split(scores.cpu().numpy(), np.cumsum(batch.token_counts))[:-1]
             found |= zip(batch.members, values, strict=True)
-        return self.backend.exchange(found, samples)
+        found = self.backend.exchange(found, [sample for group in groups for sample in group])
+        return [{sample: found[sample] for sample in group if sample in found} for group in groups]
 
     def _score_as_reference(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
         with self.backend.as_reference():  # once for all: its weights may be far away
@@ -168,7 +168,8 @@ class Objective:
 
     def _ask_teachers(self, groups: Sequence[Sequence[TrainingSample]]) -> list[Values]:
         assert self.distiller is not None
-        return [dict(zip(group, self.distiller.sampled(group), strict=True)) for group in groups]
+        scores = self.distiller.sampled(groups)
+        return [dict(zip(group, found, strict=True)) for group, found in zip(groups, scores, strict=True)]
 
 
 def shape(

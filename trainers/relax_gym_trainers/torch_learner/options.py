@@ -43,6 +43,11 @@ class LearnerOptions(Options):
     updates_per_step: int = Field(1, ge=1, description="optimizer updates each batch is split into, by groups")
     epochs: int = Field(1, ge=1, description="how often each batch is gone through")
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits over the vocabulary exist at one time")
+    offload_optimizer: bool = Field(
+        False,
+        description="keep what the optimizer has (moments; of bfloat16 weights float32 copies) in host memory, on the "
+        "device only for updates",
+    )
     freeze_encoders: bool = Field(
         False, description="do not train what turns images, video and audio into embeddings: encoders and projectors"
     )
@@ -64,6 +69,8 @@ class LearnerOptions(Options):
 
 class TorchLearnerOptions(LearnerOptions):
     """`[learner]` with `name = "torch"`."""
+
+    may_change = ("device", "micro_batch_tokens", "logprob_chunk", "activation_checkpointing", "offload_optimizer")
 
     device: str = Field("auto", description="auto: cuda if there is one, else cpu")
     activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learner_cases import random_batch, save_model, weights
+from learner_cases import context, learner, qwen3, random_batch, save_model, weights
 from megatron_learner_kit import TINY, Case, on_ranks, rank_learner, without_times
 from torch import Tensor
 from transformers import Qwen3Config
@@ -22,8 +23,11 @@ Found = tuple[list[Metrics], dict[str, Tensor]]
 
 def kept(trainer: RankLearner) -> list[Tensor]:
     """What the optimizer has for itself: float32 copies of weights, if the model has others, and moments."""
-    model = {p.untyped_storage().data_ptr() for chunk in trainer.backend.chunks for p in chunk.parameters()}
-    optimizer = trainer.optimizer.chained_optimizers[0].optimizer
+    return own(trainer.optimizer.chained_optimizers[0].optimizer, trainer.backend.chunks)
+
+
+def own(optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module]) -> list[Tensor]:
+    model = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
     found = [p for group in optimizer.param_groups for p in group["params"]]
     found += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in model]
@@ -63,6 +67,28 @@ def test_steps_and_checkpoints_are_the_same_bit_for_bit(tmp_path: Path, options:
         for other, found in others:
             assert other == metrics[-len(other) :]
             assert all(torch.equal(last[name], value) for name, value in found.items())
+
+
+def test_the_torch_learner_takes_the_same_steps(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", qwen3())
+    found = []
+    for offload in (False, True):
+        trainer = learner(context(folder), offload_optimizer=offload)
+        metrics = [trainer.imitate(random_batch(9), lr=1e-3), trainer.step(random_batch(0))]
+        checkpoint = tmp_path / f"offload {offload}"
+        trainer.export(checkpoint)
+        trainer.save_state(checkpoint)
+        places = {tensor.data_ptr() for tensor in own(trainer.optimizer, [trainer.policy.model])}
+        metrics.append(trainer.step(random_batch(1)))
+        assert (places == {tensor.data_ptr() for tensor in own(trainer.optimizer, [trainer.policy.model])}) != offload
+        found.append((without_times(metrics), weights(trainer)))
+    for offload in (False, True):
+        trainer = learner(context(folder), offload_optimizer=offload)
+        trainer.load(tmp_path / f"offload {not offload}")
+        found.append((without_times([trainer.step(random_batch(1))]), weights(trainer)))
+    for metrics, last in found:
+        assert metrics == found[0][0][-len(metrics) :]
+        assert all(torch.equal(found[0][1][name], value) for name, value in last.items())
 
 
 @pytest.mark.gpu
