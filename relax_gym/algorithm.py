@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relax_gym.errors import ConfigError, PluginError
 from relax_gym.registry import load
+from relax_gym.section import Section
 from relax_gym.types import Group
 
 if TYPE_CHECKING:
@@ -64,14 +65,12 @@ def _bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-class Algorithm(BaseModel):
+class Algorithm(Section):
     """Options of an algorithm (its fields, checked when the config is read) and its two functions.
 
     Subclass, add fields, implement `advantages` and `token_loss`, return it from the `register_algorithms` hook. The
     fields here are the parts that go with every algorithm; learners and the loop see to them.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     aggregation: Aggregation = Field("token-mean", description="how the losses of tokens become one number")
     token_sum_norm: float | None = Field(None, gt=0, description="the constant of seq-mean-token-sum-norm")
@@ -96,9 +95,9 @@ class Algorithm(BaseModel):
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the KL loss to the frozen initial model; 0 keeps no such model"
     )
-    kl_estimator: Literal["k2", "k3"] = "k3"
+    kl_estimator: Literal["k2", "k3"] = Field("k3", description="of the loss from one sampled token")
     kl_reward_coef: float = Field(0.0, ge=0, description="weight of the KL to that model, subtracted from the reward")
-    kl_reward_estimator: Literal["k1", "k3"] = "k1"
+    kl_reward_estimator: Literal["k1", "k3"] = Field("k1", description="of the reward from one sampled token")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus over the full vocabulary")
 
     credit: Literal["episode", "turn"] = Field(

@@ -79,15 +79,7 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
         transformers_logging.disable_progress_bar()  # it would tear the display apart
         renderer = build_renderer(config, path)
         check_tools(probes, renderer)
-        context = RunContext(
-            config=config,
-            run_dir=Path(config.run_dir),
-            model_path=path,
-            tokenizer=renderer.tokenizer,
-            processor=renderer.processor,
-            never_sampled=tuple(renderer.never_sampled),
-            start_step=start_step,
-        )
+        context = build_context(config, path, renderer, start_step=start_step)
         return Parts(
             context=context,
             renderer=renderer,
@@ -96,6 +88,19 @@ def build_parts(config: RunConfig, *, start_step: int = 0, model_path: Path | No
             rewards=rewards,
             sampler=build_component("sampler", config.sampler, context),  # last: nothing can fail after it
         )
+
+
+def build_context(config: RunConfig, model_path: Path, renderer: ChatRenderer, *, start_step: int = 0) -> RunContext:
+    """What the factories of components are given."""
+    return RunContext(
+        config=config,
+        run_dir=Path(config.run_dir),
+        model_path=model_path,
+        tokenizer=renderer.tokenizer,
+        processor=renderer.processor,
+        never_sampled=tuple(renderer.never_sampled),
+        start_step=start_step,
+    )
 
 
 def build_rewards(config: RunConfig) -> tuple[WeightedReward, ...]:
@@ -129,8 +134,19 @@ def build_renderer(config: RunConfig, model_path: Path) -> ChatRenderer:
 def build_learner(context: RunContext) -> Learner:
     """The learner named in the config. Warns where it will train on another distribution than is sampled from."""
     _warn_of_truncation(context.config)
+    check_learner(context)
     learner: Learner = build_component("learner", context.config.learner, context)
     return learner
+
+
+def check_learner(context: RunContext) -> None:
+    """See `Learner.check_model`. Raises ConfigError or ModelError."""
+    section = context.config.learner
+    component = plugins().get("learner", section.name)
+    options = plugin_options(section, component.load_options(), source="config", key="learner")
+    learner = load(component.factory)
+    if hasattr(learner, "check_model"):  # a function that builds one has none
+        learner.check_model(context, options)
 
 
 def _warn_of_truncation(config: RunConfig) -> None:

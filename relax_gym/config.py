@@ -12,18 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from relax_gym.config_faults import explain_fault
 from relax_gym.errors import ConfigError, RelaxGymError
 from relax_gym.overrides import apply_override
+from relax_gym.section import Section
 from relax_gym.supervision_config import SupervisionConfig, TimelineConfig
 
 if TYPE_CHECKING:
     from relax_gym.algorithm import Algorithm
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-class Section(BaseModel):
-    """A part of the config whose keys are all known here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class PluginSection(BaseModel):

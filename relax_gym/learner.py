@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics, TrainingSample
@@ -19,6 +21,13 @@ class Learner(ABC):
     exports_checkpoints: bool = True
     """Whether `export` is to make checkpoints model folders, too. Else `save_state` does, or `export_checkpoint` when
     one is wanted."""
+
+    @classmethod  # noqa: B027 (a learner may take any model)
+    def check_model(cls, context: RunContext, options: Any) -> None:
+        """Raise what building the learner would for this model and these teachers, as far as it takes no weights.
+
+        Called by `--dry-run`, and before the learner is built.
+        """
 
     @abstractmethod
     def step(self, batch: Batch) -> Metrics:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from relax_gym.section import Section
 
 
-class SupervisionConfig(BaseModel):
+class SupervisionConfig(Section):
     """`[supervision]`: seconds that the loop waits for one thing before the run ends and says what was stuck."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     start: float = Field(3600, gt=0, description="the sampler's start, or the loading of a checkpoint")
     rollout: float = Field(7200, gt=0, description="the groups of a step and the end of aborted ones, or an evaluation")
@@ -19,9 +19,7 @@ class SupervisionConfig(BaseModel):
     loop: float = Field(600, gt=0, description="a blocking call in the event loop")
 
 
-class TimelineConfig(BaseModel):
+class TimelineConfig(Section):
     """`[timeline]`: `timeline.json` of the run folder, which Perfetto opens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_mib: float = Field(64.0, ge=0, description="of timelines that are kept, the newest half at least; 0: none")

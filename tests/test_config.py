@@ -91,6 +91,11 @@ def test_dump_then_load_is_the_identity(seed: int, temperature: float, stop: lis
         ({"rollout__temperature": 0}, "rollout.temperature = 0: Input should be greater than 0"),
         ({"rollout__temperature": -1.0}, "rollout.temperature = -1.0: Input should be greater than 0"),
         ({"rollout__top_p": 1.5}, "rollout.top_p = 1.5: Input should be less than or equal to 1"),
+        ({"rollout__temperature": True}, "rollout.temperature = True: a boolean is no number; give a number"),
+        ({"threads": True}, "threads = True: a boolean is no number"),
+        ({"learner": {"name": "megatron", "tp": True}}, "learner.tp = True: a boolean is no number"),
+        ({"learner": {"name": "torch", "lora": {"rank": True}}}, "learner.lora.rank = True: a boolean is no number"),
+        ({"algorithm": {"name": "grpo", "clip_low": True}}, "algorithm.clip_low = True: a boolean is no number"),
         ({"model": {}}, "key 'model.name' is missing"),
         ({"env": []}, "env"),
         (

@@ -74,7 +74,7 @@ def config(folder: Path, *, learner: str = "megatron", options: str = "tp = 2", 
 
 def environment() -> dict[str, str]:
     """A process that is started sees the same code as this one."""
-    here = os.pathsep.join(str(ROOT / part) for part in PARTS)
+    here = os.pathsep.join([*(str(ROOT / part) for part in PARTS), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
 
 

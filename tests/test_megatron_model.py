@@ -17,6 +17,8 @@ from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner import model
 from relax_gym_trainers.megatron_learner.families import FAMILIES, family_of
 from relax_gym_trainers.megatron_learner.families.base import rotary
+from relax_gym_trainers.megatron_learner.optimizer import build_optimizer, wrap
+from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,9 +84,10 @@ class Kept(logging.Handler):
 
 
 def said_while_built(layout: Layout) -> list[str]:
-    kept = Kept()
+    kept, options = Kept(), MegatronLearnerOptions()
     logging.getLogger().addHandler(kept)
-    model.build(megatron_models.CONFIGS["qwen3_tied"](), layout, torch.float32)
+    wrapped = wrap(model.build(megatron_models.CONFIGS["qwen3_tied"](), layout, torch.float32), options)
+    build_optimizer(wrapped, options, torch.float32)
     return kept.said
 
 

@@ -1,16 +1,20 @@
-"""`plugins list | doctor`: what is installed."""
+"""`plugins list | show | doctor`: what is installed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from typing import Annotated
 
 import typer
 
-from relax_gym.cli.output import new_app, print_table
-from relax_gym.errors import PluginError
+from relax_gym.cli import envs, rewards
+from relax_gym.cli.output import documentation, new_app, print_table
+from relax_gym.errors import PluginError, UnknownNameError
 
 plugins_app = new_app("Plugins.")
+OWN_COMMANDS: dict[str, Callable[[str], None]] = {"env": envs.show, "reward": rewards.show}
 CORE_PACKAGES = ("relax-gym", "gymnasium", "torch", "transformers", "pluggy", "pydantic")
 DISTRIBUTION = "relax-gym"
 REQUIREMENT_NAME = re.compile(r"[\w.-]+")
@@ -33,6 +37,34 @@ def list_plugins() -> None:
         ("kind", "name", "from"),
         [(kind, name, table.source(name)) for kind, table in loaded.tables.items() for name in table.names()],
     )
+
+
+@plugins_app.command()
+def show(
+    kind: Annotated[str, typer.Argument(help="One of the kinds that `plugins list` has, as learner.")],
+    name: Annotated[str, typer.Argument(help="A name of this kind, as megatron.")],
+) -> None:
+    """Options of one of them: type, default, what it is.
+
+    For envs and rewards it prints what `envs show` and `rewards show` do.
+    """
+    from relax_gym.cli.options import option_rows
+    from relax_gym.plugins import plugins
+
+    tables = plugins().tables
+    if kind not in tables:
+        raise UnknownNameError("kind", kind, tables)
+    if kind in OWN_COMMANDS:
+        OWN_COMMANDS[kind](name)
+        return
+    found = tables[kind].get(name)
+    model = found if kind == "algorithm" else found.load_options()
+    print(f"{kind} {name}, from {tables[kind].source(name)}\n\n{documentation(model) or 'No documentation.'}\n")
+    rows = list(option_rows(model))
+    if rows:
+        print_table(("option", "type", "default", "what it is"), rows)
+    else:
+        print("It has no options.")
 
 
 @plugins_app.command()

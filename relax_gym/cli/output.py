@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -53,6 +54,13 @@ def parse_kwargs(pairs: Sequence[str], *, option: str = "--kwargs") -> dict[str,
             raise ConfigError(f"{option} {pair!r} is malformed; write {option} key=value")
         kwargs[key.strip()] = parse_value(text)
     return kwargs
+
+
+def as_toml(value: Any) -> str:
+    """A default as a config would give it, as far as there is a way to."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    return json.dumps(value) if isinstance(value, bool | str) else repr(value)
 
 
 def documentation(thing: object) -> str:

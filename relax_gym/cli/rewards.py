@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relax_gym.cli.output import documentation, new_app, parse_kwargs, print_table
+from relax_gym.cli.output import as_toml, documentation, new_app, parse_kwargs, print_table
 from relax_gym.errors import ConfigError, PluginError, RunFolderError
 
 if TYPE_CHECKING:
@@ -127,11 +127,7 @@ def _option(parameter: inspect.Parameter) -> tuple[str, str, str]:
     if default is parameter.empty:
         return parameter.name, kind, "required"
     made = type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"
-    return parameter.name, kind, "empty" if made else _as_toml(default)
-
-
-def _as_toml(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool | str) else repr(value)
+    return parameter.name, kind, "empty" if made else as_toml(default)
 
 
 @app.command("try")

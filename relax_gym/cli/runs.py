@@ -27,7 +27,11 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check everything, play one episode, write nothing; exit code 1 on a failure."),
+        typer.Option(
+            "--dry-run",
+            help="Check all that takes no weights and no server, play an episode of each env, write nothing; exit code "
+            "1 on a failure.",
+        ),
     ] = False,
 ) -> None:
     """Train a language model."""

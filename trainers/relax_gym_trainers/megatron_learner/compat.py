@@ -199,6 +199,7 @@ NOISE: list[tuple[str, type[Warning]]] = [
 """What Megatron makes torch and itself warn of, whatever its caller does."""
 
 NOISY = (
+    "megatron.core.distributed.distributed_data_parallel",  # from 0.19 that it lays gradients out itself
     "megatron.core.models.gpt.gpt_model",  # GPTModel "is deprecated"
     "megatron.core.transformer.transformer_layer",  # up to 0.16 a subclass of its MLP is an "unknown MLP type"
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from relax_gym.build import build_component
 from relax_gym.config import ModelConfig
@@ -29,11 +30,13 @@ from relax_gym_trainers.megatron_learner.backend import Look, MegatronBackend, R
 from relax_gym_trainers.megatron_learner.batches import ContextShare, PackedBatch, Plan
 from relax_gym_trainers.megatron_learner.divergence import SharedTop, SharedVocabulary, shared_top
 from relax_gym_trainers.megatron_learner.families.base import number_of_experts
+from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.towers import MediaReader, text_config
 from relax_gym_trainers.reference import on_host, settle
 from relax_gym_trainers.torch_learner.distillation import Distiller, check_top
 from relax_gym_trainers.torch_learner.divergence import Form, Target
 from relax_gym_trainers.torch_learner.logprobs import Head
+from relax_gym_trainers.torch_learner.model import load_settings
 from relax_gym_trainers.torch_learner.teacher import check_tokenizer, surplus_rows
 
 from megatron.core import parallel_state  # isort: skip
@@ -275,27 +278,52 @@ def load_teacher(folder: Path, context: RunContext, student: MegatronBackend) ->
         ConfigError: it cannot be laid out so.
     """
     trust, rows = context.config.model.trust_remote_code, student.head.vocabulary
-    check_tokenizer(folder, context.tokenizer, load_tokenizer(folder, trust_remote_code=trust))
+    surplus = check_teacher(folder, context, student.layout, rows)
     processor = MediaProcessor.load(folder, context.config.media, trust_remote_code=trust)
     whole = language_config(folder)
     config = text_config(whole)
-    surplus = surplus_rows(folder, config, rows=rows, used=len(context.tokenizer))
     config.vocab_size = rows  # so that every rank has the same ids of both
-    layout = student.layout
-    if not number_of_experts(config):
-        layout = dataclasses.replace(layout, ep=1, etp=None)  # the ranks of a stage share no experts
-    try:
+    layout = _layout_of(config, student.layout)
+    with _laid_out(folder):
         chunks = model.build(config, layout, student.head.dtype, whole=whole, calculate_per_token_loss=True)
         hf.load(chunks, folder, config, surplus=surplus)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    reader = None if processor is None else MediaReader(processor, whole)
+    return RankTeacher(MegatronBackend(chunks, layout, student.options, student.head, reader))
+
+
+def check_teacher(folder: Path, context: RunContext, layout: Layout, rows: int) -> int:
+    """How many ids it has logits for beyond the student's `rows`; see `surplus_rows`.
+
+    Raises:
+        ModelError, ConfigError: `load_teacher` would not take the model, whose weights are not read.
+    """
+    trust = context.config.model.trust_remote_code
+    check_tokenizer(folder, context.tokenizer, load_tokenizer(folder, trust_remote_code=trust))
+    whole = load_settings(folder, trust_remote_code=False)
+    config = text_config(whole)
+    surplus = surplus_rows(folder, config, rows=rows, used=len(context.tokenizer))
+    with _laid_out(folder):
+        model.check_layout(config, whole, _layout_of(config, layout))
+        hf.known_tensors(folder, config)
+    return surplus
+
+
+def _layout_of(config: PretrainedConfig, layout: Layout) -> Layout:
+    """The student's; without experts the ranks of a stage share none."""
+    return layout if number_of_experts(config) else dataclasses.replace(layout, ep=1, etp=None)
+
+
+@contextlib.contextmanager
+def _laid_out(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (ConfigError, ModelError) as error:
         raise type(error)(
             f"teacher {folder} cannot be laid out over the learner's ranks as its policy: {error}; a teacher_engine "
             "runs it elsewhere"
         ) from error
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-    reader = None if processor is None else MediaReader(processor, whole)
-    return RankTeacher(MegatronBackend(chunks, layout, student.options, student.head, reader))
 
 
 def _shared_top(top: Top, form: Form) -> SharedTop:

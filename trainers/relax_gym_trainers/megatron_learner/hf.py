@@ -90,16 +90,14 @@ def tensor_group(rule: Rule) -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-@torch.no_grad()
-def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surplus: int = 0) -> None:
-    """Fill this rank's parameters; each rank reads only its parts.
+def known_tensors(folder: Path, config: PretrainedConfig) -> Checkpoint:
+    """The tensors of a folder, unread.
 
     Args:
         config: The text config of the folder.
-        surplus: Rows of the vocabulary that the folder has beyond `config.vocab_size`; they are left out.
 
     Raises:
-        ModelError: a tensor is missing, has another size than the config says, or is none that the family knows.
+        ModelError: one is none that the family knows.
     """
     checkpoint = Checkpoint(folder, language_prefix(folder))
     family = family_of(config)
@@ -111,6 +109,21 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surpl
             f"{folder} has {len(strange)} tensors that a {config.model_type} model does not, as {strange[0]!r}; "
             "use the torch learner"
         )
+    return checkpoint
+
+
+@torch.no_grad()
+def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surplus: int = 0) -> None:
+    """Fill this rank's parameters; each rank reads only its parts.
+
+    Args:
+        config: The text config of the folder.
+        surplus: Rows of the vocabulary that the folder has beyond `config.vocab_size`; they are left out.
+
+    Raises:
+        ModelError: a tensor is missing, has another size than the config says, or is none that the family knows.
+    """
+    checkpoint, family = known_tensors(folder, config), family_of(config)
     for name, parameter, place in (found for chunk in chunks for found in places(chunk, config)):
         tied = place.rule is OUTPUT and config.tie_word_embeddings
         names = family.embedding.hub if tied else place.hub

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relax_gym.config import load_algorithms
 from relax_gym.context import RunContext
+from relax_gym.errors import ConfigError
 from relax_gym.learner import Learner
 from relax_gym.sampler import Weights
 from relax_gym.types import Batch, Metrics, TrainingSample
@@ -49,6 +50,16 @@ class MegatronLearner(Learner):
         self._prepares = any(asked_for(algorithm, only=only) for algorithm in load_algorithms(context.config))
         self.version = 0
         self._finish: Callable[[], None] | None = None
+
+    @classmethod
+    def check_model(cls, context: RunContext, options: MegatronLearnerOptions) -> None:
+        """See `Learner.check_model`."""
+        try:
+            from relax_gym_trainers.megatron_learner.checks import check_model
+        except ImportError as error:
+            needed = 'learner.name = "megatron" needs megatron-core: pip install "relax-gym[megatron]"'
+            raise ConfigError(f"{needed} ({error})") from error
+        check_model(context, options)
 
     def step(self, batch: Batch) -> Metrics:
         """See `PolicyLearner.step`."""

@@ -51,7 +51,7 @@ def adapt(
     Raises:
         ConfigError: a target is no linear of the decoder, or matches nothing; or a part of the pipeline has none.
     """
-    weights = initial(whole, options, seed, freeze_encoders=freeze_encoders)
+    weights = initial(hollow(whole), options, seed, freeze_encoders=freeze_encoders)
     _check(weights, config, layout, options)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -69,9 +69,17 @@ def adapt(
             chunk.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
 
 
-def initial(whole: PretrainedConfig, options: LoraOptions, seed: int, *, freeze_encoders: bool) -> Weights:
-    """What peft begins with. Modules that are not in the decoder have their whole names."""
-    model: Any = hollow(whole)
+def check_targets(
+    config: PretrainedConfig, whole: PretrainedConfig, layout: Layout, options: LoraOptions, *, freeze_encoders: bool
+) -> None:
+    """Raise what `adapt` would; no weights are there."""
+    with torch.device("meta"):
+        weights = initial(empty_language_model(whole), options, seed=0, freeze_encoders=freeze_encoders)
+    _check(weights, config, layout, options)
+
+
+def initial(model: Any, options: LoraOptions, seed: int, *, freeze_encoders: bool) -> Weights:
+    """What peft begins with, put into `model`. Modules that are not in the decoder have their whole names."""
     add_adapters(model, options, seed)
     decoder = model.get_decoder()
     (prefix,) = (f"{name}." for name, module in model.named_modules() if module is decoder)

@@ -160,6 +160,14 @@ def transformer_config(
     return TransformerConfig(**chosen | layout.megatron_options() | family.options(config) | options)
 
 
+def check_layout(config: PretrainedConfig, whole: PretrainedConfig, layout: Layout) -> None:
+    """Raise what `build` would; `config` is the text part of `whole`."""
+    family = family_of(config)
+    layout.check(config)
+    if family.towers:
+        check_deep_stack(whole, config.num_hidden_layers // (layout.pp * layout.vpp))
+
+
 def build(
     config: PretrainedConfig,
     layout: Layout,

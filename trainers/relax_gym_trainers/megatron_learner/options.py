@@ -56,7 +56,7 @@ class MegatronLearnerOptions(LearnerOptions):
     offload_reference: bool = Field(
         False, description="keep weights of reference and teachers in host memory, on the devices only for their passes"
     )
-    lora: LoraOptions | None = None
+    lora: LoraOptions | None = Field(None, description="train adapters (LoRA) instead of the weights")
     checkpoint_model: bool = Field(
         True, description="make checkpoints model folders, too; else `relax-gym export` makes one of them"
     )

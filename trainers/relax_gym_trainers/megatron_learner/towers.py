@@ -241,18 +241,19 @@ def text_config(whole: PretrainedConfig) -> PretrainedConfig:
 
 
 def freeze_encoders(chunks: Sequence[Any], text: PretrainedConfig) -> None:
-    """Train the decoder only.
+    """Train the decoder only. Raises ConfigError when the model has no encoder."""
+    check_encoders(text)
+    for chunk in chunks:
+        if chunk.towers is not None:
+            chunk.towers.requires_grad_(False)
 
-    Raises:
-        ConfigError: the model has no encoder.
-    """
+
+def check_encoders(text: PretrainedConfig) -> None:
+    """Raises ConfigError when a model of this text config has no encoder."""
     if not family_of(text).towers:
         raise ConfigError(
             f"learner.freeze_encoders = true, but {text.model_type} models have no encoder of images, video or audio"
         )
-    for chunk in chunks:
-        if chunk.towers is not None:
-            chunk.towers.requires_grad_(False)
 
 
 def check_deep_stack(whole: PretrainedConfig, layers: int) -> int:

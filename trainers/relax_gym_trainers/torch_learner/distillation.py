@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from relax_gym.algorithm import FloatArray
 from relax_gym.build import build_component
-from relax_gym.config import ModelConfig
+from relax_gym.config import ModelConfig, load_algorithms
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError
 from relax_gym.models import resolve_model
@@ -146,6 +147,20 @@ def load_distiller(
 
     teachers = {name: load(name) for name in distillation.names}
     return Distiller(distillation, teachers, temperature=student.temperature)
+
+
+def check_teachers(context: RunContext, rows: int, check: Callable[[Path], object]) -> None:
+    """Raise what a learner's `load_distiller` would of the run's teachers, whose weights are not read.
+
+    `rows` is the number of ids that the model has logits for. `check` raises where the model of a folder is no teacher;
+    what an engine runs is the engine's to check, when it starts.
+    """
+    trust = context.config.model.trust_remote_code
+    asked = [algorithm.distillation for algorithm in load_algorithms(context.config) if algorithm.distillation]
+    for distillation in asked:
+        check_top(distillation, rows)
+    for name in sorted({name for one in asked if one.engine is None for name in one.names}):
+        check(resolve_model(ModelConfig(name=name, trust_remote_code=trust)))
 
 
 def check_top(distillation: Distillation, rows: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from relax_gym_trainers.host_state import HostState
 from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner import model as models
 from relax_gym_trainers.torch_learner.backend import TorchBackend
-from relax_gym_trainers.torch_learner.distillation import load_distiller
+from relax_gym_trainers.torch_learner.distillation import check_teachers, load_distiller
 from relax_gym_trainers.torch_learner.objectives import build_objectives
 from relax_gym_trainers.torch_learner.optimizer import apply_gradient, build_optimizer
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.policy import Policy
+from relax_gym_trainers.torch_learner.teacher import check_teacher, vocabulary_rows
 
 STATE_FILE = "learner_state.pt"
 
@@ -76,6 +78,17 @@ class TorchLearner(PolicyLearner):
         self._reference_moved = False
         if any(algorithm.needs_reference for algorithm in algorithms):
             self.backend.reference.take()
+
+    @classmethod
+    def check_model(cls, context: RunContext, options: TorchLearnerOptions) -> None:
+        """See `Learner.check_model`."""
+        trust = context.config.model.trust_remote_code
+        models.choose_device(options.device)
+        settings = models.load_settings(context.model_path, trust_remote_code=trust)
+        models.check_trainable(settings, options, trust_remote_code=trust)
+        rows = vocabulary_rows(settings)
+        check = partial(check_teacher, tokenizer=context.tokenizer, rows=rows, trust_remote_code=trust)
+        check_teachers(context, rows, check)
 
     def apply(self, lr: float, *, imitation: bool = False) -> float:
         """See `PolicyLearner.apply`."""

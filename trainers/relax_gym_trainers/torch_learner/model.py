@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import tempfile
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 from relax_gym.errors import ConfigError, ModelError, suggestion
-from relax_gym.models import language_prefix, load_language_model
+from relax_gym.models import empty_language_model, language_config, language_prefix, load_language_model
 from relax_gym_trainers.model_folder import Checkpoint, write_folder
 from relax_gym_trainers.torch_learner.options import LoraOptions, TorchLearnerOptions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LORA_WRAPPER = ".base_layer."
 
@@ -28,12 +29,28 @@ def load_model(folder: Path, *, trust_remote_code: bool) -> PreTrainedModel:
     Raises:
         ModelError: transformers cannot load it.
     """
-    try:
+    with _readable(folder):
         model: Any = load_language_model(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
     plain: PreTrainedModel = model.eval()
     return plain
+
+
+def load_settings(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The config of what `load_model` loads.
+
+    Raises:
+        ModelError: transformers does not know it.
+    """
+    with _readable(folder):
+        return language_config(folder, trust_remote_code=trust_remote_code)
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
 
 
 def choose_device(name: str, *, key: str = "learner.device") -> torch.device:
@@ -61,6 +78,14 @@ def _cpu_has_bfloat16() -> bool:
     info = Path("/proc/cpuinfo")
     flags = info.read_text(encoding="utf-8").split() if info.exists() else []
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def check_trainable(settings: PretrainedConfig, options: TorchLearnerOptions, *, trust_remote_code: bool) -> None:
+    """Raise what `choose_trainable` would for a model of this config, which is not loaded."""
+    if options.lora is not None or options.freeze or options.freeze_encoders:
+        model = empty_language_model(settings, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            choose_trainable(model, options, seed=0)
 
 
 def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed: int) -> None:

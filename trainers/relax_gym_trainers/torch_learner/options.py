@@ -6,31 +6,34 @@ from typing import Literal
 
 from pydantic import Field
 
-from relax_gym.config import Options, RunConfig, Section, load_algorithms
+from relax_gym.config import Options, RunConfig, load_algorithms
 from relax_gym.errors import ConfigError
+from relax_gym.section import Section
 
 
 class LoraOptions(Section):
     """`[learner.lora]`: train low-rank adapters instead of the weights."""
 
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
+    rank: int = Field(16, ge=1, description="of the two matrices of each adapter: the smaller side of both")
+    alpha: float = Field(32.0, gt=0, description="what an adapter adds is multiplied by alpha / rank")
     targets: tuple[str, ...] | Literal["all-linear"] = Field(
         "all-linear",
         description="names of the adapted modules; all-linear: all linears but the head, no stacked experts",
     )
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1, description="share of an adapter's inputs that is dropped in training")
 
 
 class LearnerOptions(Options):
     """What every learner of policies has."""
 
-    lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    lr: float = Field(1e-6, gt=0, description="learning rate of AdamW, the highest of the schedule")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of AdamW's moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's, in units of the learning rate")
     grad_clip: float = Field(1.0, ge=0, description="largest norm of the gradient; 0: not clipped")
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="what the learning rate does from warmup_steps to the last step"
+    )
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly to lr")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="where linear and cosine end, in units of lr")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -73,7 +76,7 @@ class TorchLearnerOptions(LearnerOptions):
     activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     share_prefix: bool = Field(True, description="compute a prompt that several samples begin with only once")
     freeze: tuple[str, ...] = Field((), description="globs of parameter names that are not trained")
-    lora: LoraOptions | None = None
+    lora: LoraOptions | None = Field(None, description="train adapters (LoRA) instead of the weights")
 
 
 class LocalTeacherOptions(Options):

@@ -104,9 +104,9 @@ def load_teacher(
         ModelError: it cannot be loaded, or speaks another vocabulary than the student.
     """
     trust = settings.trust_remote_code
-    check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust))
+    surplus = check_teacher(folder, tokenizer=tokenizer, rows=rows, trust_remote_code=trust)
     model = models.load_model(folder, trust_remote_code=trust).requires_grad_(False)
-    if surplus_rows(folder, model.config, rows=rows, used=len(tokenizer)):
+    if surplus:
         model.resize_token_embeddings(rows)
     policy = Policy(
         model,
@@ -123,6 +123,19 @@ def load_teacher(
         parameter.data = parameter.data.to(settings.dtype)
     model.to(settings.device)  # type: ignore[arg-type]
     return FrozenTeacher(policy, budget=settings.budget)
+
+
+def check_teacher(
+    folder: Path, *, tokenizer: PreTrainedTokenizerBase, rows: int, trust_remote_code: bool = False
+) -> int:
+    """See `surplus_rows`, and `load_teacher` for the arguments.
+
+    Raises:
+        ModelError: `load_teacher` would not take the model, whose weights are not read.
+    """
+    check_tokenizer(folder, tokenizer, load_tokenizer(folder, trust_remote_code=trust_remote_code))
+    settings = models.load_settings(folder, trust_remote_code=trust_remote_code)
+    return surplus_rows(folder, settings, rows=rows, used=len(tokenizer))
 
 
 def check_tokenizer(folder: Path, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
