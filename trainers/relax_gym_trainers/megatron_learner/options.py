@@ -49,6 +49,9 @@ class MegatronLearnerOptions(LearnerOptions):
         None, description="share the tokens between matrices among the tp ranks; default: if tp > 1"
     )
     distributed_optimizer: bool = Field(True, description="share the optimizer's state among the dp ranks")
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="most tokens, padding included, of one forward pass, for each of its cp ranks"
+    )
     logprob_chunk: int = Field(4096, ge=1, description="tokens whose logits over the vocabulary exist at one time")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: less memory, more time"
