@@ -26,10 +26,10 @@ from relax_gym_trainers.megatron_learner.checkpoint_files import (
     Writing,
     table,
     write_index,
-    write_tensors,
 )
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank_service import Place
+from relax_gym_trainers.tensor_files import write_tensors
 
 LAYERS = {**TINY, "num_hidden_layers": 4}
 KL = {"kl_coef": 0.1}

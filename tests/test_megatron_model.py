@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron_models
@@ -17,7 +18,7 @@ from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner import model
 from relax_gym_trainers.megatron_learner.families import FAMILIES, family_of
 from relax_gym_trainers.megatron_learner.families.base import rotary
-from relax_gym_trainers.megatron_learner.optimizer import build_optimizer, wrap
+from relax_gym_trainers.megatron_learner.optimizer import build_optimizer, forget, wrap
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.parallel import Layout
 
@@ -255,3 +256,13 @@ def test_the_last_stage_has_the_output_weight_of_a_tied_model(reference: Any, la
     assert len(whole) == ranks[0]["padded"] == (132 if layout.tp == 2 else 131)
     assert not whole[len(tied) :].any()
     assert ranks[0]["dtypes"] == {torch.bfloat16}
+
+
+def test_nothing_of_a_warm_up_is_left_in_an_optimizer_that_counts_for_a_group() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    adam = torch.optim.AdamW([weight])
+    adam.state[weight] = {"exp_avg": torch.ones(2)}
+    adam.param_groups[0]["step"] = 7  # as Transformer Engine's and Apex's do
+    forget(SimpleNamespace(optimizer=adam))
+    assert not adam.state
+    assert "step" not in adam.param_groups[0]

@@ -105,6 +105,10 @@ def test_on_a_gpu_only_weights_are_there_while_the_learner_rests(tmp_path: Path)
             metrics.append(trainer.step(random_batch(seed)))
             trainer.rest()
         assert all(tensor.is_pinned() for tensor in kept(trainer)) == offload
+        trainer.save_state(tmp_path / f"{offload}")
+        trainer.finish_save()
+        trainer.load(tmp_path / f"{offload}")
+        assert all(tensor.is_cuda for tensor in kept(trainer)) != offload
         size = sum(tensor.numel() for tensor in weights(trainer).values())
         found[offload] = without_times(metrics), (torch.cuda.memory_allocated() - before) / size
         trainer.close()

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_gym.errors import ModelError
 from relax_gym.models import SPEAKERS, WEIGHTS, WEIGHTS_INDEX, language_prefix
+from relax_gym_trainers.tensor_files import write_tensors
 
 
 class Checkpoint:
@@ -129,7 +129,7 @@ class _Shards:
         return self.folder / f"part-{number}.safetensors"
 
     def _flush(self) -> None:
-        save_file(self._shard, self._part(len(self._written)), metadata={"format": "pt"})
+        write_tensors(self._part(len(self._written)), self._shard, {"format": "pt"})
         self._written.append(list(self._shard))
         self._total += self._size
         self._shard, self._size = {}, 0

@@ -21,14 +21,7 @@ from transformers import PretrainedConfig
 
 from relax_gym.errors import RelaxGymError, RunFolderError, TrainingError, reason
 from relax_gym_trainers.megatron_learner import compat, lora  # noqa: F401  (compat before megatron)
-from relax_gym_trainers.megatron_learner.checkpoint_files import (
-    Region,
-    Stored,
-    Writing,
-    table,
-    write_index,
-    write_tensors,
-)
+from relax_gym_trainers.megatron_learner.checkpoint_files import Region, Stored, Writing, table, write_index
 from relax_gym_trainers.megatron_learner.checkpoint_slots import (
     MOMENTS,
     REFERENCE,
@@ -42,6 +35,7 @@ from relax_gym_trainers.megatron_learner.checkpoint_slots import (
     slots,
 )
 from relax_gym_trainers.megatron_learner.families.base import expert_size, number_of_experts
+from relax_gym_trainers.tensor_files import write_tensors
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from relax_gym.errors import RunFolderError, reason
 
 INDEX = "index.json"
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.int64: "I64"}
 
 Shape = tuple[int, ...]
 
@@ -63,25 +62,6 @@ class Writing:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else reason(error)
                 self._error = f"cannot write {path}: {why}"
                 return
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file of contiguous tensors on the CPU, on the disk when this returns; unlike the library's function
-    it copies nothing."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    with path.open("wb") as file:
-        file.write(len(head).to_bytes(8, "little"))
-        file.write(head)
-        for tensor in tensors.values():
-            file.write(tensor.flatten().view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:

@@ -87,9 +87,11 @@ def apply_gradient(optimizer: Any, *, lr: float, clip: float, step: int) -> floa
 
 
 def forget(optimizer: Any) -> None:
-    """Drop the moments; what is optimized stays."""
-    for one in parts(optimizer):
-        one.optimizer.state.clear()
+    """Drop the moments and the count of steps; what is optimized stays."""
+    for one in inner(optimizer):
+        one.state.clear()
+        for group in one.param_groups:
+            group.pop("step", None)  # where Transformer Engine's and Apex's count
 
 
 def parts(optimizer: Any) -> list[Any]:

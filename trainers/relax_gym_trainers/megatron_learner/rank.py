@@ -194,6 +194,8 @@ class RankLearner(PolicyLearner):
         facts = self._checkpointer.load(folder)
         self.version, self._warming_up = facts["version"], facts["warming_up"]
         self._reference_moved = facts["reference"]
+        if self._host_state is not None:
+            self._host_state.leave()
         return self.version
 
     def close(self) -> None:
