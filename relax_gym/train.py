@@ -30,6 +30,7 @@ from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
 from relax_gym.run_lock import run_lock
+from relax_gym.running import run
 from relax_gym.scoring import FailureLog
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import Supervisor
@@ -70,7 +71,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
                 built.add(tracker.close)
             learner = build_learner(parts.context)
         try:
-            return asyncio.run(_run(Trainer(parts, learner, trackers, folder, checkpoint)))
+            return run(_run(Trainer(parts, learner, trackers, folder, checkpoint)))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
 
