@@ -47,6 +47,7 @@ class Supervisor:
         self.state = "running"
         self.error: str | None = None
         self.lag = 0.0
+        self._warn_above = 1.0
         self._config, self._folder, self._facts = config, folder, facts
         self._known: Mapping[str, Any] = {}
         self._beat = time.monotonic()
@@ -115,7 +116,18 @@ class Supervisor:
             if start - facts_at >= 1:
                 self._known, facts_at = self._facts(), start
             await asyncio.sleep(0.05)
-            self.lag = max(self.lag, time.monotonic() - start - 0.05)
+            self._was_late(time.monotonic() - start - 0.05)
+
+    def _was_late(self, seconds: float) -> None:
+        self.lag = max(self.lag, seconds)
+        if seconds > self._warn_above:
+            self._warn_above = 2 * seconds
+            log.warning(
+                "the event loop was late by %.1f s, in which no episode went on: a hook, a tracker or async code of an "
+                "env or reward works or waits there without await; do that in a thread (sync envs and rewards have "
+                "one, else asyncio.to_thread)",
+                seconds,
+            )
 
     # In the supervisor's thread --------------------------------------------------------------------------------------
 

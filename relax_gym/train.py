@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from relax_gym.redaction import check_secrets
 from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
 from relax_gym.run_lock import run_lock
+from relax_gym.run_log import log_file
 from relax_gym.running import run
 from relax_gym.scoring import FailureLog
 from relax_gym.stopping import LeftUndone, Stopping
@@ -38,6 +39,7 @@ from relax_gym.timeline import Timeline, count, learner_span
 from relax_gym.types import Batch, Group, Metrics, Trajectory
 from relax_gym.warmup import demonstrations
 from relax_gym.workers import Streamed, Worker
+from relax_gym.writer import Writer
 
 log = logging.getLogger("relax_gym")
 
@@ -103,7 +105,8 @@ class Trainer:
         self._checkpoint = checkpoint
         self._hook = plugins().hook
         self._player = parts.player()
-        self._producer = Producer(parts, self._player, folder, self._episode_ended, checkpoint)
+        self._writer = Writer(folder)
+        self._producer = Producer(parts, self._player, self._writer, self._episode_ended, checkpoint)
         self._queue = self._producer.queue
         self._evaluations: list[tuple[int, Metrics]] = []
         self._metrics: Metrics = {}
@@ -121,7 +124,7 @@ class Trainer:
             cleanup.enter_context(self._stopping.listening())
             await cleanup.enter_async_context(self._supervisor)
             cleanup.enter_context(Timeline(self._folder.path, self._config.timeline.max_mib))
-            cleanup.add(self._folder.close)
+            cleanup.add(partial(self._supervisor.close, "the run folder", self._writer.close))
             try:
                 await self._stopping.unless_asked(self._start_up(cleanup))
             except LeftUndone:
@@ -159,11 +162,11 @@ class Trainer:
             loading = self._thread.call(self._learner.load, self._checkpoint)
             await wait(f"the learner, to load {self._checkpoint.name}", "start", loading)
         await wait("the sampler, to start", "start", self._parts.sampler.start())
-        beginning = asyncio.to_thread(self._folder.begin, self._start)
+        beginning = asyncio.to_thread(self._producer.begin, resumed=self._checkpoint is not None)
         await wait("the run folder, to forget what was after the checkpoint", "start", beginning)
-        self._producer.begin(resumed=self._checkpoint is not None)
         cleanup.add(partial(self._hook.on_run_end, context=context))
         cleanup.add(partial(close, "a checkpoint", partial(self._call_checkpoint, self._checkpoints.finish)))
+        cleanup.add(self._written)
         cleanup.add(self._producer.keep_waiting)
         self._hook.on_run_start(context=context)
 
@@ -244,7 +247,7 @@ class Trainer:
         groups = self._filter_batch(step + 1, played)
         clock.lap("rollout_wait")
         for group in groups:  # before anything can fail
-            self._folder.add_group(step + 1, group, kind="train")
+            self._writer.add_group(step + 1, group, kind="train")
         self._producer.kept.take(step + 1, played, saved_version=self._version_at(self._saved))
         samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
@@ -262,6 +265,8 @@ class Trainer:
         if (step + 1) % self._config.train.update_every == 0:
             await self._publish()
         clock.lap("publish")
+        await self._written()
+        clock.lap("write")
         metrics = {
             **merged(episode_metrics(trajectories), self._engine_metrics()),
             **staleness_metrics(samples, batch.version),
@@ -288,6 +293,7 @@ class Trainer:
         await self._queue.advance(self._version_at(step))
 
     async def _save(self, step: int, *, whole: bool) -> None:
+        await self._written()
         self._saved = step
         await self._call_checkpoint(partial(self._checkpoints.begin, step, self._producer.slots_file(step)))
         if whole:
@@ -342,7 +348,7 @@ class Trainer:
         self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
         self._player.reward_metrics()
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
-        self._folder.add_group(step, group, kind="eval")
+        self._writer.add_group(step, group, kind="eval")
         self._evaluations.append((step, result.metrics))
         self._hook.on_evaluation(step=step, metrics=result.metrics)
         return result.metrics
@@ -361,6 +367,10 @@ class Trainer:
         self._folder.add_metrics(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
+
+    async def _written(self) -> None:
+        """All episodes so far are in the run folder: no checkpoint may be ahead of them, nor a step's metrics."""
+        await self._supervisor.wait("episodes, to be written", "checkpoint", self._writer.written())
 
     async def _call_checkpoint(self, part: Callable[[], tuple[int, Path] | None]) -> None:
         """Call a part of the writing of a checkpoint in the learner's thread; say so when one is whole after it."""
@@ -382,19 +392,3 @@ class Trainer:
             "queue": {**asdict(account), "dropped": dict(account.dropped)},
             "last_error": self._last_error or None,
         }
-
-
-@contextmanager
-def log_file(path: Path) -> Iterator[None]:
-    """What happens meanwhile is appended to the file, notes (INFO) included."""
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(min(log.getEffectiveLevel(), logging.INFO))
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
-        handler.close()

@@ -19,8 +19,8 @@ from relax_gym.endpoint.client import EndpointConfig
 from relax_gym.endpoint.evaluate import EndpointEval
 from relax_gym.endpoint.folder import EvalFolder
 from relax_gym.errors import RunFolderError
+from relax_gym.run_log import log_file
 from relax_gym.testing import RecordingLearner
-from relax_gym.train import log_file
 from relax_gym.types import Batch
 
 
