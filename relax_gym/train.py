@@ -342,25 +342,27 @@ class Trainer:
     async def _evaluate(self, step: int) -> Metrics:
         ended = partial(self._episode_ended, step, True)
         greedy = self._config.eval.greedy
+        alone = step == 0 or self._queue.idle
         playing = evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
         with learner_span("evaluate"):
             result = await self._supervisor.wait("the episodes of an evaluation", "rollout", playing)
-        self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
-        self._player.reward_metrics()
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
         self._writer.add_group(step, group, kind="eval")
         self._evaluations.append((step, result.metrics))
         self._hook.on_evaluation(step=step, metrics=result.metrics)
-        return result.metrics
+        counted = self._counters() if alone else {}  # else those of training are among them: the next step reports all
+        return {**result.metrics, **{f"eval/{key}": value for key, value in counted.items()}}
 
     # Records ---------------------------------------------------------------------------------------------------------
 
     def _engine_metrics(self) -> Metrics:
         out: Metrics = {"queue/in_flight": self._queue.in_flight, "queue/queued": self._queue.queued}
-        out |= {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
-        out |= self._player.reward_metrics()
-        out["perf/loop_lag_max"] = self._supervisor.last_lag()
-        return out
+        return {**out, **self._counters(), "perf/loop_lag_max": self._supervisor.last_lag()}
+
+    def _counters(self) -> Metrics:
+        """What sampler and rewards have counted since the last call."""
+        counted = {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
+        return {**counted, **self._player.reward_metrics()}
 
     def _log(self, step: int, metrics: Metrics) -> None:
         self._metrics = metrics
