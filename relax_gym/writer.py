@@ -16,7 +16,7 @@ class Writer:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self._thread = Worker("writer")
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._failed = False
 
     def add_group(self, step: int, group: Group, *, kind: str) -> None:
@@ -44,7 +44,7 @@ class Writer:
             return
         try:
             call()
-        except Exception as error:
+        except BaseException as error:  # what an env leaves in its info may raise anything
             self._error, self._failed = error, True
 
     def _check(self) -> None:
