@@ -8,6 +8,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from relax_gym.env import Env, StepResult, attribute, check_reset, check_step
@@ -45,6 +46,7 @@ class EnvDriver:
         self._worker: Worker | None = None
         self._coroutines = OwnTask()
         self._timeout = step_timeout
+        self._limit: Callable[[float], None] = lambda seconds: None
         self._closed = self._stuck = False
         self._handover = threading.Lock()
 
@@ -116,6 +118,7 @@ class EnvDriver:
     async def _construct(self) -> None:
         async with self._threads.slots:
             self._worker = worker = self._threads.take()
+            self._limit(self._timeout)
             await worker.call(self._make, timeout=self._timeout)
             if not attribute(self._built(), "thread_affinity", False):
                 self._worker = None
@@ -142,7 +145,7 @@ class EnvDriver:
     async def _run(self, what: str, call: Awaitable[T]) -> T:
         start, who = now(), f"env {self.task.env_id}, seed {self.task.seed}"
         try:
-            with waiting(f"{what}()", who, self._timeout), span("env", call=what):
+            with waiting(f"{what}()", who) as self._limit, span("env", call=what):
                 return await call
         except WorkerTimeout as error:
             late = TimeoutError(f"{what} took longer than rollout.step_timeout = {self._timeout:g} s")
@@ -159,14 +162,20 @@ class EnvDriver:
 
     async def _call(self, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         if inspect.iscoroutinefunction(method):
-            return await self._coroutines.call(method(*args, **kwargs), self._timeout)
-        call = self._threads.call if self._worker is None else self._worker.call
+            return await self._own(method(*args, **kwargs))
+        lending = self._threads.lend() if self._worker is None else nullcontext(self._worker)
         try:
-            result = await call(lambda: method(*args, **kwargs), timeout=self._timeout)
+            async with lending as worker:
+                self._limit(self._timeout)
+                result = await worker.call(lambda: method(*args, **kwargs), timeout=self._timeout)
         except WorkerTimeout:
             self._stuck = True
             raise
-        return await self._coroutines.call(result, self._timeout) if inspect.isawaitable(result) else result
+        return await self._own(result) if inspect.isawaitable(result) else result
+
+    async def _own(self, awaitable: Awaitable[T]) -> T:
+        self._limit(self._timeout)
+        return await self._coroutines.call(awaitable, self._timeout)
 
     def _log_failing_close(self) -> None:
         log.warning("env %s (seed %d): close() failed", self.task.env_id, self.task.seed, exc_info=True)

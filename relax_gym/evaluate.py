@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from relax_gym.config import RunConfig
 from relax_gym.errors import ConfigError
 from relax_gym.metrics import evaluation_metrics
 from relax_gym.play import Episode, Player, close_sessions
+from relax_gym.running import run
 from relax_gym.tasks import TaskSource, derive_seed
 from relax_gym.types import Metrics, Trajectory
 
@@ -51,7 +51,7 @@ def evaluate_run(config: RunConfig, *, model_path: Path | None = None, episodes:
         config = config.model_copy(update={"eval": config.eval.model_copy(update={"episodes": episodes})})
     if config.eval.episodes == 0:
         raise ConfigError("eval.episodes is 0: nothing to evaluate; give --episodes N or set eval.episodes")
-    return asyncio.run(_evaluate_once(build_parts(config, model_path=model_path)))
+    return run(_evaluate_once(build_parts(config, model_path=model_path)))
 
 
 async def _evaluate_once(parts: Parts) -> EvalResult:

@@ -14,6 +14,7 @@ from pathlib import Path
 from relax_gym.disk import THEN_RESUME, explained
 from relax_gym.run_folder import write_atomically
 from relax_gym.types import Group
+from relax_gym.writer import Writer
 
 log = logging.getLogger("relax_gym")
 
@@ -25,8 +26,9 @@ class KeptGroups:
     With `max_staleness = 0` nothing is kept: a resumed run samples the same groups again.
     """
 
-    def __init__(self, run: Path, *, enabled: bool) -> None:
-        self._folder, self._enabled = run / "queue", enabled
+    def __init__(self, writer: Writer, *, enabled: bool) -> None:
+        self._writer, self._enabled = writer, enabled
+        self._folder = writer.folder.path / "queue"
         self._taken: dict[int, int] = {}  # slot: step
 
     def begin(self, *, resumed: bool, unfinished: Sequence[int], first_new: int) -> dict[int, Group]:
@@ -39,23 +41,9 @@ class KeptGroups:
         return kept
 
     def keep(self, group: Group) -> None:
-        """A group has finished. One that cannot be pickled is sampled again by a run that goes on without it.
-
-        Raises:
-            RunFolderError: there is no room for it.
-        """
-        if not self._enabled:
-            return
-        try:
-            content = pickle.dumps(group)
-        except Exception as error:  # whatever the env's objects raise
-            log.warning(
-                "group %s is lost if the run is killed, as its env's info cannot be kept: %s", group.slot, error
-            )
-            return
-        with explained(str(self._folder), THEN_RESUME):
-            self._folder.mkdir(exist_ok=True)
-            write_atomically(self._path(group.slot), content)
+        """A group has finished. One that cannot be written is sampled again by a run that goes on without it."""
+        if self._enabled:
+            self._writer.post(self._write, group)
 
     def take(self, step: int, groups: Sequence[Group], *, saved_version: int) -> None:
         """A step trains on them. The newest checkpoint, which may be under way, has weights of `saved_version`."""
@@ -67,7 +55,8 @@ class KeptGroups:
 
     def forget(self, slot: int) -> None:
         """Its group is not wanted any more."""
-        self._path(slot).unlink(missing_ok=True)
+        if self._enabled:
+            self._writer.post(self._path(slot).unlink, missing_ok=True)
 
     def saved(self, step: int) -> None:
         """There is a checkpoint of this step: the groups it and those before it trained on are not needed again."""
@@ -77,6 +66,18 @@ class KeptGroups:
 
     def _path(self, slot: int) -> Path:
         return self._folder / f"{slot}.pickle"
+
+    def _write(self, group: Group) -> None:
+        try:
+            content = pickle.dumps(group, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # whatever the env's objects raise
+            log.warning(
+                "group %s is lost if the run is killed, as its env's info cannot be kept: %s", group.slot, error
+            )
+            return
+        with explained(str(self._folder), THEN_RESUME):
+            self._folder.mkdir(exist_ok=True)
+            write_atomically(self._path(group.slot), content)
 
     def _read(self) -> dict[int, Group]:
         found: dict[int, Group] = {}

@@ -15,11 +15,11 @@ from relax_gym.kept_groups import KeptGroups, newest_version
 from relax_gym.meters import RolloutMeter
 from relax_gym.play import Episode, Player, close_sessions
 from relax_gym.rollout_queue import LATE, RolloutQueue
-from relax_gym.run_folder import RunFolder
 from relax_gym.sampler import Session
 from relax_gym.tasks import derive_seed
 from relax_gym.timeline import count
 from relax_gym.types import Group, Trajectory
+from relax_gym.writer import Writer
 
 SLOTS_FILE = "slots.json"
 STALE = "stale"
@@ -44,14 +44,14 @@ class Producer:
         self,
         parts: Parts,
         player: Player,
-        folder: RunFolder,
+        writer: Writer,
         on_episode: Callable[[int, bool, Trajectory], None],
         checkpoint: Path | None = None,
     ) -> None:
         """`on_episode` is called with each episode that has ended, its step and whether it was an evaluation; a run
         that goes on from a `checkpoint` first plays the slots that had been begun."""
         left = read_slots(checkpoint)
-        self._parts, self._player, self._folder, self._on_episode = parts, player, folder, on_episode
+        self._parts, self._player, self._writer, self._on_episode = parts, player, writer, on_episode
         self._config = parts.context.config.train
         self.queue = RolloutQueue(
             groups_per_step=self._config.groups_per_step,
@@ -65,7 +65,7 @@ class Producer:
             unfinished=sorted(left),
             on_late=self._abort,
         )
-        self.kept = KeptGroups(folder.path, enabled=self._config.max_staleness > 0)
+        self.kept = KeptGroups(writer, enabled=self._config.max_staleness > 0)
         self.meter = RolloutMeter()
         self._resumed: dict[int, Group] = {}
         self._dropped: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -75,7 +75,8 @@ class Producer:
         self._mean_context: float | None = None
 
     def begin(self, *, resumed: bool) -> None:
-        """Go on with the groups that the run had finished, and not trained on, before."""
+        """Begin the run folder; go on with the groups that the run had finished, and not trained on, before. Blocks."""
+        self._writer.folder.begin(self._parts.context.start_step)
         unfinished = self.queue.unfinished
         first_new = self._parts.context.start_step * self._config.groups_per_step + len(unfinished)
         self._resumed = self.kept.begin(resumed=resumed, unfinished=unfinished, first_new=first_new)
@@ -113,11 +114,11 @@ class Producer:
     def keep_waiting(self) -> None:
         """Write the finished groups that no step has taken to the run folder."""
         for group in self.queue.waiting():
-            self._folder.add_group(self.step_of(group.slot), group, kind="queued")
+            self._writer.add_group(self.step_of(group.slot), group, kind="queued")
 
     def record_drop(self, step: int, group: Group, reason: str) -> None:
         """Keep a group that is not trained on, and count why."""
-        self._folder.add_group(step, group, kind=reason)
+        self._writer.add_group(step, group, kind=reason)
         self._dropped[step][reason] += 1
 
     def take_dropped(self, step: int) -> Counter[str]:
@@ -187,7 +188,7 @@ class Producer:
         try:
             return drop_reason(group, self._parts.algorithms[group.mixture])
         except BaseException:  # the user's filter; the group is finished, and in no other hands yet
-            self._folder.add_group(self.step_of(group.slot), group, kind="queued")
+            self._writer.add_group(self.step_of(group.slot), group, kind="queued")
             raise
 
     def _abort(self, slot: int, group: Group | None, empty: bool) -> None:
@@ -196,8 +197,7 @@ class Producer:
         self.kept.forget(slot)
         step = self.queue.step + 1
         if group is not None:
-            self._folder.add_group(step, group, kind=LATE)
-            self.kept.forget(slot)
+            self._writer.add_group(step, group, kind=LATE)
         self._dropped[step][LATE] += not empty
         if (playing := self._playing.get(slot)) and not playing.done():
             playing.cancel()

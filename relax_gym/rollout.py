@@ -19,7 +19,7 @@ from relax_gym.tasks import derive_seed
 from relax_gym.timeline import now, span
 from relax_gym.types import EpisodeError, FinishReason, Message, StopReason, Task, Trajectory, Turn
 from relax_gym.waits import waiting
-from relax_gym.workers import WorkerThreads
+from relax_gym.workers import WorkerThreads, within
 
 if TYPE_CHECKING:
     from relax_gym.chat import ChatRenderer, Context, Conversation
@@ -171,7 +171,7 @@ class _Episode:
         )
         start, turn, task = now(), len(self.turns), self.driver.task
         with waiting("the sampler", f"env {task.env_id}, seed {task.seed}, turn {turn}"), span("sample", turn=turn):
-            completion = await session.generate(conversation.token_ids, params, conversation.media)
+            completion = await within(None, session.generate(conversation.token_ids, params, conversation.media))
         seconds = now() - start
         text = self._renderer.decode(completion.token_ids)
         conversation.complete(completion.token_ids, text)

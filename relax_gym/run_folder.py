@@ -294,6 +294,8 @@ def _plain(value: Any, keep: Callable[[Media], Any], depth: int = 0) -> Any:
     if isinstance(value, Mapping) and depth < DEEPEST:
         return {str(key): _plain(item, keep, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and depth < DEEPEST:
+        if _all_numbers(value):
+            return value
         return [_plain(item, keep, depth + 1) for item in value]
     if isinstance(value, Media):
         return keep(value)
@@ -304,6 +306,14 @@ def _plain(value: Any, keep: Callable[[Media], Any], depth: int = 0) -> Any:
     if value is None or isinstance(value, str) or (isinstance(value, int) and value.bit_length() <= LONGEST_INT):
         return value
     return f"<{type(value).__name__}>"
+
+
+def _all_numbers(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether JSON can say them as they are. Quick: a group has hundreds of thousands."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return max(map(int.bit_length, values)) <= LONGEST_INT
+    return kinds == {float} and all(map(math.isfinite, values))
 
 
 def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -22,7 +22,7 @@ from relax_gym.isolation import isolated
 from relax_gym.reward import GroupReward, Reward, is_group_reward
 from relax_gym.types import Metrics, Trajectory
 from relax_gym.waits import waiting
-from relax_gym.workers import WorkerThreads, WorkerTimeout
+from relax_gym.workers import WorkerThreads, WorkerTimeout, within
 
 log = logging.getLogger("relax_gym")
 LOGGED_FAILURES = 20
@@ -168,7 +168,7 @@ async def close_rewards(
         try:
             closing = await lent.call(close, timeout=timeout)
             if inspect.isawaitable(closing):
-                await _limited(closing, timeout)
+                await within(timeout, closing)
         except Exception:
             log.warning("reward %s: close() failed", term.name, exc_info=True)
     if threads is None:
@@ -209,8 +209,8 @@ async def _ask(term: WeightedReward, trajectory: Trajectory, timeout: float, thr
         return _Outcome(failure="it scores groups, and this episode was in none")
     reward: Any = term.reward
     try:
-        with waiting(f"reward {term.name}", f"episode {trajectory.episode_id}", timeout):
-            value = await _call(reward, trajectory, timeout, threads)
+        with waiting(f"reward {term.name}", f"episode {trajectory.episode_id}") as limit:
+            value = await _call(reward, trajectory, timeout, threads, limit)
         return _outcome(term, trajectory, value)
     except Exception as error:
         return _Outcome(failure=_reason(error, timeout))
@@ -222,8 +222,8 @@ async def _ask_group(
     """One outcome for each, whatever the reward does."""
     reward: Any = term.reward
     try:
-        with waiting(f"reward {term.name}", f"group of episode {trajectories[0].episode_id}", timeout):
-            values = await _call(reward.score_group, trajectories, timeout, threads)
+        with waiting(f"reward {term.name}", f"group of episode {trajectories[0].episode_id}") as limit:
+            values = await _call(reward.score_group, trajectories, timeout, threads, limit)
         if not isinstance(values, Sequence) or len(values) != len(trajectories):
             raise RewardError(
                 f"score_group returned {values!r:.100} for {len(trajectories)} episodes; it must return a list with "
@@ -240,12 +240,28 @@ async def _ask_group(
     return outcomes
 
 
-async def _call(function: Callable[..., Any], argument: Any, timeout: float, threads: WorkerThreads) -> Any:
+async def _call(
+    function: Callable[..., Any],
+    argument: Any,
+    timeout: float,
+    threads: WorkerThreads,
+    limit: Callable[[float], None],
+) -> Any:
     if _is_async(function):
         value = function(argument)
     else:
-        value = await threads.call(function, argument, timeout=timeout)
-    return await _limited(value, timeout) if inspect.isawaitable(value) else value
+        async with threads.lend() as worker:
+            limit(timeout)
+            value = await worker.call(function, argument, timeout=timeout)
+    if not inspect.isawaitable(value):
+        return value
+    limit(timeout)
+    try:
+        return await within(timeout, value)
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise RewardError("the reward cancelled itself") from error
 
 
 def _outcome(term: WeightedReward, trajectory: Trajectory, value: Any) -> _Outcome:
@@ -262,22 +278,6 @@ def _outcome(term: WeightedReward, trajectory: Trajectory, value: Any) -> _Outco
         )
     turns = tuple(to_score(term.weight * to_score(one)) for one in value)
     return _Outcome(score=to_score(sum(turns)), turns=turns, parts=parts)
-
-
-async def _limited(awaitable: Awaitable[Any], timeout: float) -> Any:
-    """Await with a limit that holds even for a coroutine that ignores its cancellation."""
-    task = asyncio.ensure_future(awaitable)
-    try:
-        await asyncio.wait({task}, timeout=timeout)
-        if not task.done():
-            raise WorkerTimeout
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(lambda late: late.cancelled() or late.exception())
-    if task.cancelled():
-        raise RewardError("the reward cancelled itself")
-    return task.result()
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -23,7 +23,7 @@ from relax_gym.errors import Stopped, StuckError, first_cause, reason
 from relax_gym.run_folder import write_atomically
 from relax_gym.supervision_config import SupervisionConfig
 from relax_gym.waits import Waits, current
-from relax_gym.workers import LEAVING
+from relax_gym.workers import LEAVING, let_go
 
 T = TypeVar("T")
 log = logging.getLogger("relax_gym")
@@ -47,6 +47,7 @@ class Supervisor:
         self.state = "running"
         self.error: str | None = None
         self.lag = 0.0
+        self._warn_above = 1.0
         self._config, self._folder, self._facts = config, folder, facts
         self._known: Mapping[str, Any] = {}
         self._beat = time.monotonic()
@@ -65,7 +66,7 @@ class Supervisor:
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._pulse.cancel()
         self._ended.set()
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join(LEAVING)  # not in a thread: all there are may be stuck
         current.reset(self._token)
         if self.state == "running":
             cause = error and first_cause(error)
@@ -88,7 +89,7 @@ class Supervisor:
                 if not doing.done():
                     raise StuckError(self._late(what, f"supervision.{limit} = {seconds:g} s"))
             finally:
-                await _leave(doing)
+                await let_go(doing)
         return doing.result()
 
     async def close(self, what: str, closing: Callable[[], Awaitable[object]]) -> None:
@@ -115,7 +116,18 @@ class Supervisor:
             if start - facts_at >= 1:
                 self._known, facts_at = self._facts(), start
             await asyncio.sleep(0.05)
-            self.lag = max(self.lag, time.monotonic() - start - 0.05)
+            self._was_late(time.monotonic() - start - 0.05)
+
+    def _was_late(self, seconds: float) -> None:
+        self.lag = max(self.lag, seconds)
+        if seconds > self._warn_above:
+            self._warn_above = 2 * seconds
+            log.warning(
+                "the event loop was late by %.1f s, in which no episode went on: a hook, a tracker or async code of an "
+                "env or reward works or waits there without await; do that in a thread (sync envs and rewards have "
+                "one, else asyncio.to_thread)",
+                seconds,
+            )
 
     # In the supervisor's thread --------------------------------------------------------------------------------------
 
@@ -153,15 +165,6 @@ class Supervisor:
             faulthandler.dump_traceback(file=file, all_threads=True)
         self._write()
         os._exit(BLOCKED_EXIT_CODE)
-
-
-async def _leave(doing: asyncio.Future[Any]) -> None:
-    """Cancel what has not ended, and wait until it has: not for ever, it may ignore that."""
-    if not doing.done():
-        doing.cancel()
-        await asyncio.wait({doing}, timeout=LEAVING)
-        if doing.done() and not doing.cancelled() and (error := doing.exception()):
-            log.warning("failed while it was being cancelled", exc_info=error)
 
 
 def process_start(pid: int) -> str | None:

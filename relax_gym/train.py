@@ -31,6 +31,7 @@ from relax_gym.rollout_queue import LATE
 from relax_gym.run_folder import RunFolder
 from relax_gym.run_lock import run_lock
 from relax_gym.run_log import log_file
+from relax_gym.running import run
 from relax_gym.scoring import FailureLog
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import Supervisor
@@ -38,6 +39,7 @@ from relax_gym.timeline import Timeline, count, learner_span
 from relax_gym.types import Batch, Group, Metrics, Trajectory
 from relax_gym.warmup import demonstrations
 from relax_gym.workers import Streamed, Worker
+from relax_gym.writer import Writer
 
 log = logging.getLogger("relax_gym")
 
@@ -71,7 +73,7 @@ def train(config: RunConfig, *, resume: bool = False) -> RunResult:
                 built.add(tracker.close)
             learner = build_learner(parts.context)
         try:
-            return asyncio.run(_run(Trainer(parts, learner, trackers, folder, checkpoint)))
+            return run(_run(Trainer(parts, learner, trackers, folder, checkpoint)))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
 
@@ -103,7 +105,8 @@ class Trainer:
         self._checkpoint = checkpoint
         self._hook = plugins().hook
         self._player = parts.player()
-        self._producer = Producer(parts, self._player, folder, self._episode_ended, checkpoint)
+        self._writer = Writer(folder)
+        self._producer = Producer(parts, self._player, self._writer, self._episode_ended, checkpoint)
         self._queue = self._producer.queue
         self._evaluations: list[tuple[int, Metrics]] = []
         self._metrics: Metrics = {}
@@ -121,7 +124,7 @@ class Trainer:
             cleanup.enter_context(self._stopping.listening())
             await cleanup.enter_async_context(self._supervisor)
             cleanup.enter_context(Timeline(self._folder.path, self._config.timeline.max_mib))
-            cleanup.add(self._folder.close)
+            cleanup.add(partial(self._supervisor.close, "the run folder", self._writer.close))
             try:
                 await self._stopping.unless_asked(self._start_up(cleanup))
             except LeftUndone:
@@ -158,12 +161,13 @@ class Trainer:
         if self._checkpoint is not None:
             loading = self._thread.call(self._learner.load, self._checkpoint)
             await wait(f"the learner, to load {self._checkpoint.name}", "start", loading)
+        await self._rest()  # servers that start take a share of what is free
         await wait("the sampler, to start", "start", self._parts.sampler.start())
-        beginning = asyncio.to_thread(self._folder.begin, self._start)
+        beginning = asyncio.to_thread(self._producer.begin, resumed=self._checkpoint is not None)
         await wait("the run folder, to forget what was after the checkpoint", "start", beginning)
-        self._producer.begin(resumed=self._checkpoint is not None)
         cleanup.add(partial(self._hook.on_run_end, context=context))
         cleanup.add(partial(close, "a checkpoint", partial(self._call_checkpoint, self._checkpoints.finish)))
+        cleanup.add(self._written)
         cleanup.add(self._producer.keep_waiting)
         self._hook.on_run_start(context=context)
 
@@ -205,10 +209,12 @@ class Trainer:
             learner = await self._supervisor.wait("the learner, to imitate", "learner", imitating)
             self._hook.on_warmup_step(step=shown.step, metrics={**learner, "episode/errors": shown.errors})
 
-    async def _publish(self) -> None:
+    async def _rest(self) -> None:
         if self._parts.sampler.shares_devices:
-            resting = self._thread.call(self._learner.rest)
-            await self._supervisor.wait("the learner, to free its memory", "learner", resting)
+            await self._supervisor.wait("the learner, to free memory", "learner", self._thread.call(self._learner.rest))
+
+    async def _publish(self) -> None:
+        await self._rest()
         with closing(Streamed(self._thread, self._learner.weights)) as weights:  # too many to have all at once
             version = self._version_at(self._learner.version)
             updating = self._parts.sampler.update_weights(weights, version)
@@ -244,7 +250,7 @@ class Trainer:
         groups = self._filter_batch(step + 1, played)
         clock.lap("rollout_wait")
         for group in groups:  # before anything can fail
-            self._folder.add_group(step + 1, group, kind="train")
+            self._writer.add_group(step + 1, group, kind="train")
         self._producer.kept.take(step + 1, played, saved_version=self._version_at(self._saved))
         samples = assign_credit(groups, self._parts.algorithms)
         trajectories = [trajectory for group in played for trajectory in group.trajectories]
@@ -262,6 +268,8 @@ class Trainer:
         if (step + 1) % self._config.train.update_every == 0:
             await self._publish()
         clock.lap("publish")
+        await self._written()
+        clock.lap("write")
         metrics = {
             **merged(episode_metrics(trajectories), self._engine_metrics()),
             **staleness_metrics(samples, batch.version),
@@ -288,6 +296,7 @@ class Trainer:
         await self._queue.advance(self._version_at(step))
 
     async def _save(self, step: int, *, whole: bool) -> None:
+        await self._written()
         self._saved = step
         await self._call_checkpoint(partial(self._checkpoints.begin, step, self._producer.slots_file(step)))
         if whole:
@@ -336,31 +345,37 @@ class Trainer:
     async def _evaluate(self, step: int) -> Metrics:
         ended = partial(self._episode_ended, step, True)
         greedy = self._config.eval.greedy
+        alone = step == 0 or self._queue.idle
         playing = evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
         with learner_span("evaluate"):
             result = await self._supervisor.wait("the episodes of an evaluation", "rollout", playing)
-        self._parts.sampler.metrics()  # the counters of evaluation are not those of the next step
-        self._player.reward_metrics()
         group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
-        self._folder.add_group(step, group, kind="eval")
+        self._writer.add_group(step, group, kind="eval")
         self._evaluations.append((step, result.metrics))
         self._hook.on_evaluation(step=step, metrics=result.metrics)
-        return result.metrics
+        counted = self._counters() if alone else {}  # else those of training are among them: the next step reports all
+        return {**result.metrics, **{f"eval/{key}": value for key, value in counted.items()}}
 
     # Records ---------------------------------------------------------------------------------------------------------
 
     def _engine_metrics(self) -> Metrics:
         out: Metrics = {"queue/in_flight": self._queue.in_flight, "queue/queued": self._queue.queued}
-        out |= {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
-        out |= self._player.reward_metrics()
-        out["perf/loop_lag_max"] = self._supervisor.last_lag()
-        return out
+        return {**out, **self._counters(), "perf/loop_lag_max": self._supervisor.last_lag()}
+
+    def _counters(self) -> Metrics:
+        """What sampler and rewards have counted since the last call."""
+        counted = {f"sampler/{key}": value for key, value in self._parts.sampler.metrics().items()}
+        return {**counted, **self._player.reward_metrics()}
 
     def _log(self, step: int, metrics: Metrics) -> None:
         self._metrics = metrics
         self._folder.add_metrics(step, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
+
+    async def _written(self) -> None:
+        """All episodes so far are in the run folder: no checkpoint may be ahead of them, nor a step's metrics."""
+        await self._supervisor.wait("episodes, to be written", "checkpoint", self._writer.written())
 
     async def _call_checkpoint(self, part: Callable[[], tuple[int, Path] | None]) -> None:
         """Call a part of the writing of a checkpoint in the learner's thread; say so when one is whole after it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -36,12 +36,16 @@ class Waits:
         self._now: dict[int, Wait] = {}
 
     @contextmanager
-    def on(self, what: str, who: str, seconds: float | None) -> Iterator[None]:
-        """During the block, `who` waits for `what`."""
+    def on(self, what: str, who: str, seconds: float | None = None) -> Iterator[Callable[[float], None]]:
+        """During the block, `who` waits for `what`. Calling what is given sets a new limit, which counts from then."""
         number = next(self._numbers)
-        self._now[number] = Wait(what, who, time.monotonic(), seconds)
+
+        def limit(seconds: float | None) -> None:
+            self._now[number] = Wait(what, who, time.monotonic(), seconds)
+
+        limit(seconds)
         try:
-            yield
+            yield limit
         finally:
             del self._now[number]
 
@@ -55,11 +59,12 @@ current: ContextVar[Waits | None] = ContextVar("waits", default=None)
 
 
 @contextmanager
-def waiting(what: str, who: str, seconds: float | None = None) -> Iterator[None]:
-    """Say that `who` waits for `what` during the block, with a limit if the block has one. No-op outside a run."""
+def waiting(what: str, who: str) -> Iterator[Callable[[float], None]]:
+    """Say that `who` waits for `what` during the block, which calls what it is given with its limit once that counts:
+    not while it waits for its turn. No-op outside a run."""
     waits = current.get()
     if waits is None:
-        yield
+        yield lambda seconds: None
         return
-    with waits.on(what, who, seconds):
-        yield
+    with waits.on(what, who) as limit:
+        yield limit

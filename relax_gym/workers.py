@@ -1,4 +1,4 @@
-"""Runs blocking calls off the event loop, in daemon threads that may hang without taking anybody else down."""
+"""Runs what may hang without taking anybody else down: blocking calls in daemon threads, coroutines in own tasks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakSet
 
 T = TypeVar("T")
+Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 log = logging.getLogger("relax_gym")
 LEAVING = 10.0
 """Seconds that something which was cancelled has for ending."""
@@ -30,14 +31,49 @@ class WorkerTimeout(TimeoutError):
 
 
 async def within(seconds: float | None, awaitable: Awaitable[T]) -> T:
-    """Await with a limit. Raises WorkerTimeout when it runs out; a TimeoutError of the awaited code passes as it is."""
+    """Await with a limit that holds even for what ignores its cancellation.
+
+    Raises:
+        WorkerTimeout: it runs out. A TimeoutError of the awaited code passes as it is.
+    """
+    doing = asyncio.ensure_future(awaitable)
     try:
-        async with asyncio.timeout(seconds) as limit:
-            return await awaitable
-    except TimeoutError:
-        if limit.expired():
-            raise WorkerTimeout(f"took longer than {seconds:g} seconds") from None
-        raise
+        await asyncio.wait({doing}, timeout=seconds)
+        if not doing.done():
+            raise WorkerTimeout(f"took longer than {seconds:g} seconds")
+    finally:
+        await let_go(doing)
+    return doing.result()
+
+
+async def let_go(doing: asyncio.Future[Any]) -> None:
+    """Cancel what has not ended, and wait until it has: not for ever, it may ignore that."""
+    if doing.done() or (doing.cancel() and doing.done()):
+        return
+    try:
+        await asyncio.wait({doing}, timeout=LEAVING)
+    finally:
+        if not doing.done():
+            leave_behind(doing)
+    if doing.done() and not doing.cancelled() and (error := doing.exception()):
+        log.warning("failed while it was being cancelled", exc_info=error)
+
+
+_left: set[asyncio.Future[Any]] = set()
+
+
+def leave_behind(doing: asyncio.Future[Any], what: object = None) -> None:
+    """Nobody waits any more for what was cancelled and does not end: not even `asyncio.run`."""
+    _left.add(doing)
+    doing.add_done_callback(_forget)
+    asyncio._unregister_task(cast("asyncio.Task[Any]", doing))
+    log.warning("%r was cancelled and does not end; it is left behind", what or doing)
+
+
+def _forget(late: asyncio.Future[Any]) -> None:
+    _left.discard(late)
+    if not late.cancelled() and (error := late.exception()):
+        log.warning("failed after it was left behind", exc_info=error)
 
 
 async def awaited(value: Awaitable[T]) -> T:
@@ -57,8 +93,6 @@ class OwnTask:
 
     What is entered in one call can be left in another, as in the task of the caller.
     """
-
-    _left: ClassVar[set[asyncio.Task[None]]] = set()
 
     def __init__(self) -> None:
         self._calls: asyncio.Queue[_Call | None] = asyncio.Queue()
@@ -117,17 +151,14 @@ class OwnTask:
             if not call.answer.done():
                 self.stop()
                 self._calls, self._task = asyncio.Queue(), None
-                self._left.add(task)
-                task.add_done_callback(self._left.discard)
-                asyncio._unregister_task(task)  # else `asyncio.run` waits for it in the end
-                log.warning("%s was cancelled and does not end; it is left behind", task.get_stack(limit=1))
+                leave_behind(task, call.awaitable)
 
 
 class Worker:
-    """One daemon thread that runs jobs one after the other."""
+    """One daemon thread that runs jobs one after the other, from a queue that it shares with others if given one."""
 
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, name: str, jobs: Jobs | None = None) -> None:
+        self._jobs: Jobs = queue.SimpleQueue() if jobs is None else jobs
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     async def call(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
@@ -250,10 +281,16 @@ class WorkerThreads:
 
     async def call(self, function: Callable[..., T], *args: Any, timeout: float | None = None) -> T:
         """Run `function(*args)` in some thread. Raises WorkerTimeout when it runs longer than `timeout` seconds."""
+        async with self.lend() as worker:
+            return await worker.call(function, *args, timeout=timeout)
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[Worker]:
+        """A worker for one call, as soon as there is one."""
         async with self.slots:
             worker = self.take()
             try:
-                result = await worker.call(function, *args, timeout=timeout)
+                yield worker
             except (WorkerTimeout, asyncio.CancelledError):
                 worker.stop()  # it may be stuck in user code for ever; its thread ends when that code does
                 raise
@@ -261,7 +298,6 @@ class WorkerThreads:
                 self.give_back(worker)
                 raise
             self.give_back(worker)
-            return result
 
     def take(self) -> Worker:
         """An idle worker, or a new one. The caller gives it back, or keeps and stops it."""

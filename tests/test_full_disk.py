@@ -27,6 +27,7 @@ from relax_gym.run_log import log_file
 from relax_gym.testing import RecordingLearner
 from relax_gym.timeline import Timeline
 from relax_gym.types import Group
+from relax_gym.writer import Writer
 from relax_gym_plugins.trackers.tensorboard import TensorBoardOptions, TensorBoardTracker
 
 NO_SPACE = os.strerror(errno.ENOSPC)
@@ -113,10 +114,17 @@ def test_what_cannot_be_replaced_stays_and_leaves_nothing(tmp_path: Path) -> Non
 
 
 def test_a_group_that_cannot_be_kept_and_a_start_are_explained(tmp_path: Path) -> None:
-    kept = KeptGroups(tmp_path, enabled=True)
-    with no_room(), pytest.raises(RunFolderError, match=f"cannot write {tmp_path}/queue: File too large; .* --resume"):
-        kept.keep(Group(group_id="6", slot=6, trajectories=(episode(),)))
-    assert list((tmp_path / "queue").iterdir()) == []
+    folder = begun(config(tmp_path / "full"))
+
+    async def keep() -> None:
+        writer = Writer(folder)
+        KeptGroups(writer, enabled=True).keep(Group(group_id="6", slot=6, trajectories=(episode(),)))
+        await writer.close()
+
+    queue = folder.path / "queue"
+    with no_room(), pytest.raises(RunFolderError, match=f"cannot write {queue}: File too large; .* --resume"):
+        asyncio.run(keep())
+    assert list(queue.iterdir()) == []
     with no_room(), pytest.raises(RunFolderError, match=r"cannot write run folder .*, or choose another with --set"):
         begun(config(tmp_path / "r"))
 

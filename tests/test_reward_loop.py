@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_cases import half_a, run, trainer
+from train_cases import TOKENIZER, half_a, run, trainer
 
 from relax_gym.plugins import plugins
 from relax_gym.run_folder import read_lines
+from relax_gym.testing import ScriptedSampler
 
 made: list["Judge"] = []
 
@@ -57,6 +58,33 @@ def test_parts_and_counters_are_logged_and_the_reward_is_closed(tmp_path: Path) 
     episode = read_lines(tmp_path / "run" / "episodes.jsonl")[0]
     assert episode["reward_parts"] == {"test_judge/length": 1.0}
     assert [judge.closed for judge in made] == [1]
+
+
+class Counts(ScriptedSampler):
+    """Counts requests."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(half_a, tokenizer=TOKENIZER, **options)
+        self.reported = 0
+
+    def metrics(self) -> dict[str, float]:
+        before, self.reported = self.reported, len(self.requests)
+        return {"requests": float(self.reported - before)}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_what_is_counted_during_an_evaluation_is_reported(tmp_path: Path, max_staleness: int) -> None:
+    """By itself where nothing else is played meanwhile, else with what the next step counts."""
+    sampler = Counts(delay=3)
+    size = {"steps": 6, "max_staleness": max_staleness}
+    run(trainer(tmp_path, None, sampler=sampler, train=size, eval={"episodes": 5, "every": 1}))
+    first, *lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert first["eval/sampler/requests"] == lines[-1]["eval/sampler/requests"] == 5
+    counted = [line["sampler/requests"] for line in lines]
+    apart = [line.get("eval/sampler/requests", 0) for line in (first, *lines)]
+    assert sum(counted) + sum(apart) == len(sampler.requests) == 6 * 8 + 7 * 5
+    if not max_staleness:
+        assert (counted, apart) == ([8] * 6, [5] * 7)
 
 
 def test_groups_are_scored_as_groups_in_training_and_evaluation(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 from importlib.metadata import version
 from typing import Any
 
@@ -10,7 +11,7 @@ from relax_gym.config import LearnerSection, RunConfig, parse_config
 from relax_gym.errors import RunFolderError
 from relax_gym.manifest import PACKAGES
 from relax_gym.plugins import plugins
-from relax_gym.run_folder import RunFolder, cut_lines, read_lines
+from relax_gym.run_folder import RunFolder, cut_lines, json_text, read_lines
 from relax_gym.trajectory import to_samples
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, Trajectory, Turn
 
@@ -206,6 +207,21 @@ def test_what_json_cannot_say_is_named(tmp_path) -> None:
     kept = line["turns"][0]["info"]
     assert "<dict>" in json.dumps(kept.pop("circle"))
     assert kept == {"1": None, "array": "<ndarray>", "huge": "<int>", "set": "<set>", "flag": True}
+
+
+def test_lists_of_numbers_are_kept_as_they_are_but_for_what_json_cannot_say() -> None:
+    given = [
+        (1, -2),
+        (0.5, -1e300),
+        (1, 0.5),
+        (True, 2),
+        (),
+        [1, 1 << 1023],
+        (1, 1 << 1024),
+        (1.5, math.nan, -math.inf),
+    ]
+    said = '[[1, -2], [0.5, -1e+300], [1, 0.5], [true, 2], [], [1, HUGE], [1, "<int>"], [1.5, null, null]]'
+    assert json_text({"given": given}) == f'{{"given": {said}}}'.replace("HUGE", str(1 << 1023))
 
 
 def test_a_line_is_enough_to_replay_an_episode_and_to_derive_its_masks(tmp_path) -> None:

@@ -7,21 +7,24 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_cases import half_a, run, trainer
+from train_cases import TOKENIZER, half_a, run, trainer
 
 import relax_gym
 from relax_gym.doctor import diagnose
-from relax_gym.errors import Stopped, StuckError
+from relax_gym.errors import Stopped, StuckError, TrainingError
 from relax_gym.run_folder import list_checkpoints, read_lines
-from relax_gym.sampler import Weights
+from relax_gym.sampler import Session, Weights
+from relax_gym.scoring import WeightedReward
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import BLOCKED_EXIT_CODE
-from relax_gym.testing import RecordingLearner
-from relax_gym.types import Batch
+from relax_gym.testing import RecordingLearner, ScriptedSampler
+from relax_gym.types import Batch, Trajectory
+from relax_gym.workers import WorkerThreads
 
 
 class Silent(relax_gym.Env):
@@ -154,28 +157,106 @@ def test_k110_an_env_that_ignores_its_cancellation_is_left(tmp_path: Path, monke
     assert {line["step"] for line in lines} == {1, 2, 3}
 
 
+async def ignores(*args: Any) -> Any:
+    """Tries again whatever happens, even when it is cancelled."""
+    while True:
+        try:
+            await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            continue
+
+
+async def stuck_in_a_thread(*args: Any) -> None:
+    """As on a disk that does not answer."""
+    await asyncio.to_thread(threading.Event().wait)
+
+
+@pytest.mark.parametrize("update", [ignores, stuck_in_a_thread])
 def test_k106_a_sampler_that_takes_no_weights_and_ignores_its_cancellation_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    update: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relax_gym.supervision.LEAVING", 0.1)
+    monkeypatch.setattr("relax_gym.workers.LEAVING", 0.1)
     loop = trainer(tmp_path, half_a, supervision={"publish": 0.2})
-    released = asyncio.Event()
+    loop._parts.sampler.update_weights = update
+    with pytest.raises(StuckError, match="publication of version 0"):
+        run(loop)
 
-    async def stubborn(weights: Weights, version: int) -> None:
-        while not released.is_set():
-            try:
-                await released.wait()
-            except asyncio.CancelledError:
-                continue
 
-    loop._parts.sampler.update_weights = stubborn
+class Deaf(ScriptedSampler):
+    """Its requests ignore that they are cancelled."""
+
+    def open_session(self) -> Session:
+        session = super().open_session()
+        session.generate = ignores  # type: ignore[method-assign]
+        return session
+
+
+@pytest.mark.parametrize("limits", [{"rollout": {"episode_timeout": 0.1}}, {"supervision": {"rollout": 0.1}}])
+def test_k106_requests_that_ignore_their_cancellation_are_left(
+    limits: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_gym.workers.LEAVING", 0.1)
+    sampler = Deaf(half_a, tokenizer=TOKENIZER)
+    loop = trainer(tmp_path, None, sampler=sampler, train={"steps": 1, "max_empty_steps": 1}, **limits)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(loop)
+    ended = TrainingError if "rollout" in limits else StuckError
+    assert caught.group_contains(ended, match=r"without one trainable token|groups of step 1 took longer")
+
+
+def test_k106_a_reward_that_ignores_its_cancellation_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_gym.workers.LEAVING", 0.1)
+    loop = trainer(tmp_path, half_a, train={"steps": 1, "max_replacements": 0}, rollout={"reward_timeout": 0.1})
+    loop._player._rewards = [WeightedReward(name="judge", weight=1.0, reward=ignores)]
+    assert run(loop).steps == 1
+    lines = read_lines(tmp_path / "run" / "episodes.jsonl")
+    assert {line["reward_failures"]["judge"] for line in lines} == {"took longer than 0.1 s (rollout.reward_timeout)"}
+
+
+class Slow(relax_gym.Env):
+    """A step takes a while."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return relax_gym.user("a or b?"), {}
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.1)
+        return relax_gym.StepResult([], float(action == "a"), True, False, {})
+
+
+if "test/Slow-v0" not in relax_gym.list():
+    relax_gym.register("test/Slow-v0", Slow)
+
+
+def slow(trajectory: Trajectory) -> float:
+    time.sleep(0.1)
+    return 1.0
+
+
+@pytest.mark.parametrize("what", ["env", "reward"])
+def test_to_wait_for_a_thread_is_not_to_hang(what: str, tmp_path: Path) -> None:
+    """Calls above the number of threads wait their turn, and their limit is none on that."""
+    env = {"id": "test/Slow-v0" if what == "env" else "test/OneOrTwo-v0"}
+    limits = {"step_timeout": 0.5, "reward_timeout": 0.5}
+    loop = trainer(tmp_path, half_a, env=[env], train={"steps": 1, "group_size": 6}, rollout=limits)
+    if what == "env":
+        loop._player._threads = WorkerThreads("env", limit=1)
+    else:
+        loop._player._rewards = [WeightedReward(name="slow", weight=1.0, reward=slow)]
+        loop._player._reward_threads = WorkerThreads("reward", limit=1)
+    limits_seen: set[float | None] = set()
 
     async def main() -> None:
-        with pytest.raises(StuckError, match="publication of version 0"):
-            await loop.run()
-        released.set()
+        running = asyncio.create_task(loop.run())
+        while not running.done():
+            waits = loop._supervisor.waits.longest_first()
+            assert not [str(wait) for wait in waits if wait.seconds and time.monotonic() - wait.since > wait.seconds]
+            limits_seen.update(wait.seconds for wait in waits if wait.what in ("step()", "reward slow"))
+            await asyncio.wait({running}, timeout=0.02)
+        await running
 
     asyncio.run(main())
+    assert limits_seen == {None, 0.5}
 
 
 def test_k109_whatever_is_cancelled_but_the_run_is_not_swallowed() -> None:
@@ -253,8 +334,8 @@ def test_a_signal_does_not_wait_for_rollouts(tmp_path: Path) -> None:
 CHILD = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from train_cases import half_a, run, trainer
-from relax_gym.testing import RecordingLearner
+from train_cases import TOKENIZER, half_a, run, trainer
+from relax_gym.testing import RecordingLearner, ScriptedSampler
 
 class Ends(RecordingLearner):
     def step(self, batch):

@@ -32,7 +32,7 @@ from relax_gym.timeline import (
 )
 from relax_gym.types import Batch, Metrics
 
-LAPS = ("rollout_wait", "train", "publish")
+LAPS = ("rollout_wait", "train", "publish", "write")
 
 
 def spans(events: list[Event], process: int) -> list[Event]:

@@ -206,6 +206,10 @@ def test_a_learner_rests_before_a_sampler_that_shares_its_devices_has_their_memo
     class Sharing(ScriptedSampler):
         shares_devices = True
 
+        async def start(self) -> None:
+            done.append("start")
+            await super().start()
+
         async def rest(self) -> None:
             done.append("sampler rests")
 
@@ -215,7 +219,8 @@ def test_a_learner_rests_before_a_sampler_that_shares_its_devices_has_their_memo
 
     sampler = Sharing(half_a, tokenizer=TOKENIZER)
     run(trainer(tmp_path, None, Resting(), sampler=sampler, train={"steps": 2}))
-    assert done == ["learner rests", "update", *["sampler rests", "step", "learner rests", "update"] * 2]
+    rests = ["learner rests", "start", "learner rests", "update"]
+    assert done == [*rests, *["sampler rests", "step", "learner rests", "update"] * 2]
 
 
 def test_weights_that_a_sampler_leaves_are_left_by_the_learner(tmp_path: Path) -> None:

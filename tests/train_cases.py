@@ -1,10 +1,10 @@
 """Runs of the loop on a scripted sampler and a learner that keeps its batches."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import relax_gym
+from relax_gym import running
 from relax_gym.build import Parts, build_rewards
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import load_algorithms, parse_config
@@ -86,7 +86,7 @@ def trainer(
 
 
 def run(loop: Trainer) -> RunResult:
-    return asyncio.run(loop.run())
+    return running.run(loop.run())
 
 
 def half_a(prompt: Any, params: Any, turn: int) -> str:
