@@ -24,7 +24,8 @@ from typing import Any
 from machine import describe
 
 from relax_gym.config import RunConfig, load_config
-from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import list_checkpoints
 from relax_gym.train import train
 
 ROOT = Path(__file__).parent.parent

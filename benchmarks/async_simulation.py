@@ -24,7 +24,8 @@ from relax_gym.build import Parts, build_rewards
 from relax_gym.chat import ChatRenderer
 from relax_gym.config import load_algorithms, parse_config
 from relax_gym.context import RunContext
-from relax_gym.run_folder import RunFolder, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import RunFolder
 from relax_gym.tasks import TaskSource
 from relax_gym.testing import SimulatedEngine, SimulatedLearner, SimulatedLoop, heavy_tailed, tiny_tokenizer
 from relax_gym.train import Trainer

@@ -41,8 +41,8 @@ from timelines import draw, learner_spans
 
 from relax_gym.config import parse_config
 from relax_gym.errors import Stopped
+from relax_gym.lines import read_lines
 from relax_gym.overrides import apply_override
-from relax_gym.run_folder import read_lines
 from relax_gym.train import train
 
 COLOCATED, HYBRID = "colocated", "hybrid"

@@ -20,7 +20,7 @@ from typing import Any
 
 from machine import describe
 
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.toml"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 
 
 def draw_curve(metrics_path: Path, picture: Path) -> None:

@@ -1,4 +1,4 @@
-"""What cannot be written, said so that it can be put right."""
+"""Files that are written whole or not at all; and what cannot be written, said so that it can be put right."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from relax_gym.errors import RunFolderError
 
@@ -41,3 +42,22 @@ def probe(folder: Path) -> None:
     """Raise OSError when nothing can be written to a folder."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(bytes(PROBE))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file in one rename."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """What is written to the file takes the place of another, in one rename at the end."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from relax_gym.config import read_toml
 from relax_gym.errors import RelaxGymError, RunFolderError
-from relax_gym.run_folder import RESULTS_FILE, lines_of, list_checkpoints
+from relax_gym.lines import lines_of
+from relax_gym.run_folder import RESULTS_FILE, list_checkpoints
 from relax_gym.run_log import last_error
 from relax_gym.supervision import STATUS_FILE, process_start
 

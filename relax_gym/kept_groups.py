@@ -11,8 +11,7 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_gym.disk import THEN_RESUME, explained
-from relax_gym.run_folder import write_atomically
+from relax_gym.disk import THEN_RESUME, explained, write_atomically
 from relax_gym.types import Group
 from relax_gym.writer import Writer
 

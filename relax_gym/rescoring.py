@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_gym.errors import ConfigError, RunFolderError, reason
+from relax_gym.lines import read_lines
 from relax_gym.plugins import plugins
 from relax_gym.registry import check_kwargs
-from relax_gym.run_folder import read_lines
 from relax_gym.scoring import WeightedReward, close_rewards, make_reward, score, score_group
 from relax_gym.types import (
     Completion,

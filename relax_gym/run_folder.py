@@ -6,30 +6,27 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from relax_gym.config import RunConfig, dump_config
-from relax_gym.disk import OR_ANOTHER, THEN_RESUME, explained, no_room, probe
+from relax_gym.disk import OR_ANOTHER, THEN_RESUME, explained, no_room, probe, write_atomically
 from relax_gym.errors import RunFolderError
 from relax_gym.kept_config import check_same_run, kept_config
+from relax_gym.lines import append_line, cut_lines, keep_lines
 from relax_gym.manifest import manifest
 from relax_gym.media.files import MediaFolder
-from relax_gym.media.items import Media
 from relax_gym.types import Group, Trajectory
 
 log = logging.getLogger("relax_gym")
 UNFINISHED = ".unfinished-"
 RESULTS_FILE = "results.json"
 """Of an evaluation's folder, once it has played all."""
-DEEPEST, LONGEST_INT = 50, 1024  # levels, bits
-BLOCK = 2**20  # bytes that are read at once from the end of a file
 
 
 class RunFolder:
@@ -108,7 +105,12 @@ class RunFolder:
     def truncate(self, step: int) -> None:
         """Forget metrics and episodes later than `step`: they will be made again."""
         keep_lines(self.metrics_path, lambda line: line["step"] <= step)
-        cut_lines(self.episodes_path, lambda line: line["step"] > step or line["kind"] == "queued")
+        # What is dropped for a step may have a line before the last of those of the step before, but no earlier one.
+        cut_lines(
+            self.episodes_path,
+            wanted=lambda line: line["step"] <= step and line["kind"] != "queued",
+            settled=lambda line: line["step"] < step and line["kind"] != "queued",
+        )
 
     def close(self) -> None:
         """Wait for the media that are still being written. Idempotent."""
@@ -223,164 +225,3 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
         "final_observation": trajectory.final_observation,
         "info": trajectory.info,
     }
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file. A last line cut short by a kill is left out.
-
-    Raises:
-        RunFolderError: another line is broken; names it.
-    """
-    return [record for _, record in lines_of(path)]
-
-
-def lines_of(path: Path, last: int | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line of a .jsonl file, and the record that it is, read as they are asked for; otherwise as `read_lines`.
-
-    With `last` these are the lines that begin in the last so many bytes.
-    """
-    if not path.exists():
-        return
-    broken: tuple[str, ValueError] | None = None
-    with path.open("rb") as file:
-        after = _skip_to(file, last) if last is not None else ""
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            if broken is not None:  # and not the last one
-                raise _not_json(path, *broken)
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                broken = f"line {number}{after}", error
-            else:
-                yield line.removesuffix(b"\n") + b"\n", record
-
-
-def _skip_to(file: BinaryIO, last: int) -> str:
-    """Go to the first line that begins in the last so many bytes; return what numbers of lines are counted from."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - last - 1))
-    if size - last > 0:
-        file.readline()
-    return f" after byte {file.tell()}" if file.tell() else ""
-
-
-def _not_json(path: Path, where: str, error: ValueError) -> RunFolderError:
-    return RunFolderError(f"{path}, {where} is not JSON: {error}; repair or delete that line")
-
-
-def append_line(path: Path, record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> None:
-    """Append a record to a .jsonl file; of media, what `keep` says."""
-    line = json_text(record, keep) + "\n"
-    left = memoryview(line.encode("utf-8", "backslashreplace"))  # UTF-8 has no lone surrogate; JSON has: \udc80
-    with path.open("ab", buffering=0) as file:
-        start = file.tell()
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError:
-            file.truncate(start)  # another line may follow, when there is room again
-            raise
-
-
-def json_text(record: Mapping[str, Any], keep: Callable[[Media], Any] = repr) -> str:
-    """A record as one line of JSON; of media, what `keep` says."""
-    return json.dumps(_plain(record, keep), ensure_ascii=False)
-
-
-def _plain(value: Any, keep: Callable[[Media], Any], depth: int = 0) -> Any:
-    """What JSON can say; of media, what `keep` says. The rest (an array, an object of the env) is named, not dumped."""
-    if isinstance(value, Mapping) and depth < DEEPEST:
-        return {str(key): _plain(item, keep, depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and depth < DEEPEST:
-        if _all_numbers(value):
-            return value
-        return [_plain(item, keep, depth + 1) for item in value]
-    if isinstance(value, Media):
-        return keep(value)
-    if hasattr(value, "item") and getattr(value, "size", None) == 1:
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str) or (isinstance(value, int) and value.bit_length() <= LONGEST_INT):
-        return value
-    return f"<{type(value).__name__}>"
-
-
-def _all_numbers(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether JSON can say them as they are. Quick: a group has hundreds of thousands."""
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        return max(map(int.bit_length, values)) <= LONGEST_INT
-    return kinds == {float} and all(map(math.isfinite, values))
-
-
-def keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Forget the records that are not wanted, and a last line that was cut short."""
-    if path.exists():
-        with replacing(path) as file:
-            file.writelines(line for line, record in lines_of(path) if wanted(record))
-
-
-def cut_lines(path: Path, unwanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Forget the records after the last that is wanted, and a last line that was cut short.
-
-    Looks at no line before that one, and moves none, however many there are.
-
-    Raises:
-        RunFolderError: a line that is looked at, and not the last, is broken; names it.
-    """
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        last = True
-        for start, line in _lines_from_end(file):
-            try:
-                if line.strip() and not unwanted(json.loads(line)):
-                    break
-            except ValueError as error:
-                if not last:
-                    raise _not_json(path, f"the line at byte {start}", error) from error
-            last = last and not line.strip()
-            end = start
-        file.truncate(end)
-        if end == size and size and not line.endswith(b"\n"):  # whole, but for its end
-            file.seek(end)
-            file.write(b"\n")
-
-
-def _lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Where each line of a file begins, and the line; the last comes first."""
-    start, rest = file.seek(0, os.SEEK_END), b""
-    while start:
-        size = min(max(BLOCK, len(rest)), start)
-        start -= size
-        file.seek(start)
-        rest, *lines = (file.read(size) + rest).splitlines(keepends=True)
-        end = start + len(rest) + sum(map(len, lines))
-        for line in reversed(lines):
-            end -= len(line)
-            yield end, line
-    if rest:
-        yield 0, rest
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file in one rename."""
-    with replacing(path) as file:
-        file.write(content)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """What is written to the file takes the place of another, in one rename at the end."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

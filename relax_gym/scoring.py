@@ -169,7 +169,10 @@ async def close_rewards(
             closing = await lent.call(close, timeout=timeout)
             if inspect.isawaitable(closing):
                 await within(timeout, closing)
-        except Exception:
+        except (Exception, asyncio.CancelledError) as error:  # of a task of the reward's own, or of this one
+            own = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
+                raise
             log.warning("reward %s: close() failed", term.name, exc_info=True)
     if threads is None:
         lent.close()

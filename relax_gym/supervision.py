@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from relax_gym.disk import write_atomically
 from relax_gym.errors import Stopped, StuckError, first_cause, reason
-from relax_gym.run_folder import write_atomically
 from relax_gym.supervision_config import SupervisionConfig
 from relax_gym.waits import Waits, current
 from relax_gym.workers import LEAVING, let_go

@@ -349,8 +349,8 @@ class Trainer:
         playing = evaluate(self._player, self._parts.tasks, greedy=greedy, on_end=ended)
         with learner_span("evaluate"):
             result = await self._supervisor.wait("the episodes of an evaluation", "rollout", playing)
-        group = Group(group_id="eval", slot=-1, trajectories=result.trajectories)
-        self._writer.add_group(step, group, kind="eval")
+        self._writer.add_group(step, Group(group_id="eval", slot=-1, trajectories=result.trajectories), kind="eval")
+        await self._written()
         self._evaluations.append((step, result.metrics))
         self._hook.on_evaluation(step=step, metrics=result.metrics)
         counted = self._counters() if alone else {}  # else those of training are among them: the next step reports all

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from relax_gym.errors import RelaxGymError, RunFolderError
-from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import list_checkpoints
 from relax_gym.types import Message
 
 if TYPE_CHECKING:

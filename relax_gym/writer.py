@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from relax_gym.errors import RunFolderError
 from relax_gym.run_folder import RunFolder
 from relax_gym.types import Group
 from relax_gym.workers import Worker
 
 
 class Writer:
-    """Makes calls in the order in which they were posted. After one that failed none is made any more."""
+    """Makes calls in the order in which they were posted. Once the disk has refused one none is made any more."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -28,7 +29,7 @@ class Writer:
         self._thread.post(partial(self._make, partial(function, *args, **kwargs)))
 
     async def written(self) -> None:
-        """Wait for all that was posted by now. Raises what a call has raised, once."""
+        """Wait for all that was posted by now. Raises what the first that failed has raised, once."""
         await self._thread.call(self._check)
 
     async def close(self) -> None:
@@ -45,7 +46,8 @@ class Writer:
         try:
             call()
         except BaseException as error:  # what an env leaves in its info may raise anything
-            self._error, self._failed = error, True
+            self._error = self._error or error
+            self._failed = isinstance(error, RunFolderError)
 
     def _check(self) -> None:
         error, self._error = self._error, None

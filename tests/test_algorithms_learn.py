@@ -7,7 +7,7 @@ import pytest
 from algorithm_cases import NAMES, NEEDED
 
 from relax_gym.config import parse_config
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.train import RunResult, train
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,8 @@ from train_cases import TOKENIZER, half_a, run, trainer
 
 import relax_gym
 from relax_gym.errors import ConfigError, TrainingError
-from relax_gym.run_folder import RunFolder, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import RunFolder
 from relax_gym.testing import RecordingLearner, ScriptedSampler
 from relax_gym.train import Trainer
 from relax_gym.types import Batch, Metrics, TrainingSample

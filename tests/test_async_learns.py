@@ -13,7 +13,8 @@ import torch
 from test_end_to_end import SHORT, run
 from transformers import AutoModelForCausalLM
 
-from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import list_checkpoints
 
 
 def spoken(episode: dict[str, Any]) -> tuple[list[int], dict[int, tuple[float, int]]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from train_cases import half_a, run, trainer
 
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.testing import RecordingLearner
 
 

@@ -13,8 +13,8 @@ from command import run
 from relax_gym.cli import main
 from relax_gym.errors import ConfigError, EnvError, first_cause
 from relax_gym.hookspecs import hookimpl
+from relax_gym.lines import read_lines
 from relax_gym.plugins import plugins
-from relax_gym.run_folder import read_lines
 
 CONFIG = """\
 seed = 3

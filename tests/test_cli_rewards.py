@@ -15,9 +15,10 @@ from reward_kit import episode
 from test_genrm import mark_of, says, text_of
 
 from relax_gym.agreement import agreement, cohen_kappa, correlation
+from relax_gym.lines import append_line, read_lines
 from relax_gym.plugins import plugins
 from relax_gym.rescoring import trajectory_of
-from relax_gym.run_folder import append_line, episode_record, read_lines
+from relax_gym.run_folder import episode_record
 from relax_gym.types import Completion, EpisodeError, FinishReason, StopReason, Trajectory
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from relax_gym.config import parse_config
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.train import train
 
 GUESS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from relax_gym.config import RunConfig, load_config
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.train import RunResult, train
 
 EXAMPLE = str(Path(__file__).parent.parent / "examples" / "tiny_guess.toml")

@@ -20,7 +20,7 @@ from relax_gym.config import EnvConfig
 from relax_gym.endpoint.client import EndpointConfig, EndpointError
 from relax_gym.endpoint.evaluate import EndpointEval, evaluate_endpoint
 from relax_gym.errors import ConfigError, RunFolderError
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.tasks import TaskSource
 from relax_gym.view import Wanted, read_episodes, render_episode, run_tokenizer
 from relax_gym.view_html import render_page

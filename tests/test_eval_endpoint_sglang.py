@@ -12,8 +12,8 @@ from command import run
 from relax_gym.endpoint.client import Endpoint, EndpointConfig, EndpointError, PromptTooLong
 from relax_gym.endpoint.conversation import Conversation
 from relax_gym.endpoint.replies import Call, Reply, Usage
+from relax_gym.lines import read_lines
 from relax_gym.registry import make
-from relax_gym.run_folder import read_lines
 from relax_gym.types import FinishReason, Message
 from relax_gym_plugins.samplers.sglang.process import ServerProcess
 

@@ -19,10 +19,11 @@ from test_run_folder import begun, config, episode
 from train_cases import half_a, run, trainer
 
 from relax_gym.cleanup import Cleanup
+from relax_gym.disk import write_atomically
 from relax_gym.doctor import diagnose
 from relax_gym.errors import RunFolderError, first_cause
 from relax_gym.kept_groups import KeptGroups
-from relax_gym.run_folder import read_lines, write_atomically
+from relax_gym.lines import read_lines
 from relax_gym.run_log import log_file
 from relax_gym.testing import RecordingLearner
 from relax_gym.timeline import Timeline

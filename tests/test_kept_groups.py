@@ -12,7 +12,8 @@ from train_cases import TOKENIZER, half_a, run, trainer
 
 import relax_gym
 from relax_gym.kept_groups import newest_version
-from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import list_checkpoints
 from relax_gym.testing import RecordingLearner, ScriptedSampler
 from relax_gym.types import Batch
 

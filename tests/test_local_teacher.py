@@ -18,8 +18,8 @@ from learner_cases import context, learner, qwen3, random_batch, sample, save_mo
 
 from relax_gym.config import MediaConfig, ModelConfig, parse_config
 from relax_gym.errors import ConfigError, ModelError, TrainingError
+from relax_gym.lines import read_lines
 from relax_gym.models import resolve_model
-from relax_gym.run_folder import read_lines
 from relax_gym.teacher import checked_scores
 from relax_gym.train import train
 from relax_gym.types import Batch

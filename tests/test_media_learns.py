@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from relax_gym.config import load_config
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from relax_gym.config import MediaConfig, load_config
+from relax_gym.lines import read_lines
 from relax_gym.media import Image
 from relax_gym.processing import MediaProcessor
-from relax_gym.run_folder import read_lines
 from relax_gym.train import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")

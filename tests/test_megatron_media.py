@@ -23,7 +23,7 @@ from transformers import AutoConfig, Qwen3Config
 from relax_gym.config import RunConfig, load_config
 from relax_gym.context import RunContext
 from relax_gym.errors import ConfigError, ModelError, TrainingError
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.train import train
 from relax_gym.types import Batch, TrainingSample
 from relax_gym_plugins.samplers.local.model import ModelRunner

@@ -14,7 +14,7 @@ from command import run
 from safetensors.torch import load_file
 
 from relax_gym.config import load_config
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.train import train
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny_guess.toml"

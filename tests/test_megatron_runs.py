@@ -16,7 +16,7 @@ from test_megatron_ranks import alive
 
 from relax_gym.config import load_config
 from relax_gym.errors import TrainingError
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.train import train
 from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions

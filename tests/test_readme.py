@@ -16,7 +16,7 @@ from readme_blocks import README, blocks
 
 import relax_gym
 from relax_gym.config import load_config, parse_config
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.testing import assert_env
 from relax_gym.train import train
 from relax_gym.types import Completion, FinishReason, StopReason, Task, Trajectory, Turn

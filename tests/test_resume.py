@@ -18,7 +18,8 @@ from train_cases import half_a, trainer
 import relax_gym
 from relax_gym.config import load_config
 from relax_gym.errors import RunFolderError, Stopped
-from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import list_checkpoints
 from relax_gym.testing import RecordingLearner
 from relax_gym.train import train
 from relax_gym.types import Batch

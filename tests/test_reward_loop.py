@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from train_cases import TOKENIZER, half_a, run, trainer
 
+from relax_gym.lines import read_lines
 from relax_gym.plugins import plugins
-from relax_gym.run_folder import read_lines
 from relax_gym.testing import ScriptedSampler
 
 made: list["Judge"] = []

@@ -15,7 +15,7 @@ from test_cli import CONFIG
 from test_genrm import says, text_of
 
 from relax_gym.errors import RewardError
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym_plugins.samplers.sglang.process import ServerProcess
 from relax_gym_rewards.genrm.judge import GenRM
 

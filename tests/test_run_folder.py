@@ -9,9 +9,10 @@ import pytest
 
 from relax_gym.config import LearnerSection, RunConfig, parse_config
 from relax_gym.errors import RunFolderError
+from relax_gym.lines import cut_lines, json_text, read_lines
 from relax_gym.manifest import PACKAGES
 from relax_gym.plugins import plugins
-from relax_gym.run_folder import RunFolder, cut_lines, json_text, read_lines
+from relax_gym.run_folder import RunFolder
 from relax_gym.trajectory import to_samples
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, Trajectory, Turn
 
@@ -141,15 +142,16 @@ def test_lines_later_than_the_checkpoint_are_forgotten_and_a_cut_line_too(tmp_pa
 
 def test_episodes_are_cut_where_they_are_and_none_before_is_looked_at(tmp_path) -> None:
     folder = begun(config(tmp_path / "r"))
-    for step, kind in ((1, "train"), (2, "eval"), (2, "queued"), (3, "train"), (1, "queued")):
+    written = ((1, "train"), (3, "zero_variance"), (2, "train"), (3, "late"), (2, "eval"), (2, "queued"), (3, "train"))
+    for step, kind in (*written, (1, "queued")):
         folder.add_group(step, Group(group_id="6", slot=6, trajectories=(episode(),)), kind=kind)
     lines = folder.episodes_path.read_text().splitlines(keepends=True)
     folder.episodes_path.write_text("".join(["not looked at\n", *lines, '{"step": 3, "ki']))
     inode = folder.episodes_path.stat().st_ino
     folder.truncate(2)
-    assert folder.episodes_path.read_text() == "".join(["not looked at\n", *lines[:2]])
+    assert folder.episodes_path.read_text() == "".join(["not looked at\n", lines[0], lines[2], lines[4]])
     assert folder.episodes_path.stat().st_ino == inode
-    folder.episodes_path.write_text(lines[0] + "broken\n" + lines[3])
+    folder.episodes_path.write_text(lines[0] + "broken\n" + lines[6])
     with pytest.raises(
         RunFolderError, match=rf"episodes\.jsonl, the line at byte {len(lines[0])} is not JSON: .*; repair"
     ):
@@ -159,19 +161,51 @@ def test_episodes_are_cut_where_they_are_and_none_before_is_looked_at(tmp_path) 
 @pytest.mark.parametrize("block", [1, 7, 2**20])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", '\n{"step": 9', '\n{"step": 9, "x": "\u00e4'])
 def test_a_cut_leaves_what_the_records_say(tmp_path, monkeypatch, block: int, end: str) -> None:
-    monkeypatch.setattr("relax_gym.run_folder.BLOCK", block)
-    lines = [json.dumps({"step": step, "x": "ä" * (5 * step)}) for step in (0, 1, 1, 2, 4)]
+    monkeypatch.setattr("relax_gym.lines.BLOCK", block)
+    lines = [json.dumps({"step": step, "x": "ä" * (5 * step)}) for step in (0, 1, 2, 1, 3, 2, 4)]
+    path = tmp_path / "lines.jsonl"
+
+    def cut(step: int) -> None:
+        cut_lines(path, wanted=lambda line: line["step"] <= step, settled=lambda line: line["step"] < step)
+
     for step in range(-1, 5):
-        path = tmp_path / "lines.jsonl"
         path.write_bytes(("\n".join(lines) + end).encode()[: -1 if end.endswith("ä") else None])
-        cut_lines(path, lambda line, step=step: line["step"] > step)
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        assert path.read_text().rstrip("\n") == "\n".join(kept)
-        assert path.read_text().endswith("\n") or not kept
+        cut(step)
+        settled = max((number for number, line in enumerate(lines) if json.loads(line)["step"] < step), default=-1)
+        rest = [line for line in lines[settled + 1 :] if json.loads(line)["step"] <= step]
+        assert [line for line in path.read_text().split("\n") if line] == lines[: settled + 1] + rest
+        assert path.read_text().endswith("\n") or step < 0
     path.write_bytes(b"")
-    cut_lines(path, bool)
-    cut_lines(tmp_path / "none.jsonl", bool)
+    cut(1)
     assert path.read_bytes() == b""
+    path.unlink()
+    cut(1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cut_that_was_killed_is_made_by_the_next_one(tmp_path) -> None:
+    path, lines = tmp_path / "lines.jsonl", [b'{"step": %d}\n' % step for step in (1, 3, 2, 4)]
+    path.write_bytes(b"".join(lines)[: len(lines[0]) + 3])  # while the end was being replaced
+    path.with_suffix(".tail").write_bytes(b"%d\n%b" % (len(lines[0]), lines[2]))
+    cut_lines(path, wanted=lambda line: line["step"] <= 2, settled=lambda line: line["step"] < 2)
+    assert path.read_bytes() == lines[0] + lines[2]
+    assert [file.name for file in tmp_path.iterdir()] == ["lines.jsonl"]
+
+
+def test_what_an_env_changes_meanwhile_can_be_written() -> None:
+    shared: dict[str, Any] = {str(number): number for number in range(1000)}
+
+    class Changes:
+        """Changes the dict that it is in when it is looked at, as an env's coroutine can at any moment."""
+
+        size = 1
+
+        def item(self) -> int:
+            shared[f"new {len(shared)}"] = 0
+            return 1
+
+    shared["changes"] = Changes()
+    assert json.loads(json_text({"info": shared}))["info"]["changes"] == 1
 
 
 def test_only_the_last_line_may_be_broken(tmp_path) -> None:

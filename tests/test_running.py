@@ -85,3 +85,38 @@ def test_k110_a_process_ends_whatever_hangs_in_its_tasks_and_threads() -> None:
     assert ended.stdout == "the end\n"
     assert "stubborn" in ended.stderr
     assert "it is left behind" in ended.stderr
+    assert "Event.wait" in ended.stderr
+
+
+INTERRUPTED = """
+import asyncio, os, signal, threading
+from relax_gym import running, workers
+
+async def stubborn():
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            again()
+
+def again():  # what a second Ctrl-C sends, and a task that is begun while tasks are ended
+    kept.append(asyncio.create_task(asyncio.Event().wait()))
+    os.kill(os.getpid(), signal.SIGINT)
+
+async def main():
+    kept.append(asyncio.create_task(stubborn()))
+    await asyncio.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(60)
+
+kept = []
+try:
+    running.run(main())
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_a_second_interrupt_ends_what_the_first_has_not() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "interrupted\n"

@@ -307,3 +307,22 @@ def test_lent_threads_are_used_and_stay_open() -> None:
 
     asyncio.run(twice())
     assert names == ["lent-1", "lent-1"]
+
+
+def test_a_reward_whose_close_cancels_its_own_task_is_closed(caplog: pytest.LogCaptureFixture) -> None:
+    closed = []
+
+    class Background:
+        async def close(self) -> None:
+            own = asyncio.ensure_future(asyncio.sleep(60))
+            own.cancel()
+            await own
+
+    class Other:
+        def close(self) -> None:
+            closed.append(True)
+
+    terms = [WeightedReward(name=type(one).__name__, weight=1.0, reward=one) for one in (Background(), Other())]
+    asyncio.run(close_rewards(terms, timeout=5.0))
+    assert closed == [True]
+    assert "reward Background: close() failed" in caplog.text

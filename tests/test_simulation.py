@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from train_cases import half_a, trainer
 
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.sampler import SamplingParams
 from relax_gym.testing import SimulatedEngine, SimulatedLearner, SimulatedLoop, heavy_tailed
 from relax_gym.types import Completion

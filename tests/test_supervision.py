@@ -17,7 +17,8 @@ from train_cases import TOKENIZER, half_a, run, trainer
 import relax_gym
 from relax_gym.doctor import diagnose
 from relax_gym.errors import Stopped, StuckError, TrainingError
-from relax_gym.run_folder import list_checkpoints, read_lines
+from relax_gym.lines import read_lines
+from relax_gym.run_folder import list_checkpoints
 from relax_gym.sampler import Session, Weights
 from relax_gym.scoring import WeightedReward
 from relax_gym.stopping import LeftUndone, Stopping

@@ -16,7 +16,7 @@ import pytest
 from train_cases import half_a, run, trainer
 
 from relax_gym.errors import TrainingError
-from relax_gym.run_folder import read_lines
+from relax_gym.lines import read_lines
 from relax_gym.testing import RecordingLearner
 from relax_gym.timeline import (
     EPISODES,

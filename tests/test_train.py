@@ -14,8 +14,8 @@ from train_cases import TOKENIZER, half_a, run, trainer
 import relax_gym
 from relax_gym.doctor import diagnose
 from relax_gym.errors import SamplerError, TrainingError
+from relax_gym.lines import read_lines
 from relax_gym.plugins import plugins
-from relax_gym.run_folder import read_lines
 from relax_gym.scoring import LOGGED_FAILURES
 from relax_gym.testing import RecordingLearner
 from relax_gym.types import Batch, Group, Trajectory

@@ -15,8 +15,8 @@ from train_cases import TOKENIZER, half_a, run, trainer
 import relax_gym
 from relax_gym.config import parse_config
 from relax_gym.errors import ModelError, RunFolderError, SamplerError, TrainingError
+from relax_gym.lines import read_lines
 from relax_gym.plugins import plugins
-from relax_gym.run_folder import read_lines
 from relax_gym.sampler import Weights
 from relax_gym.testing import RecordingLearner, ScriptedSampler
 from relax_gym.train import train

@@ -1,5 +1,6 @@
 """Groups are written in a thread of their own, and are there before what says that they are."""
 
+import asyncio
 import logging
 import threading
 import time
@@ -7,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_run_folder import begun, config
 from train_cases import half_a, run, trainer
 
 import relax_gym
-from relax_gym.run_folder import read_lines
+from relax_gym.errors import RunFolderError
+from relax_gym.lines import read_lines
 from relax_gym.supervision import Supervisor
 from relax_gym.supervision_config import SupervisionConfig
 from relax_gym.testing import RecordingLearner
 from relax_gym.types import Batch, Group
+from relax_gym.writer import Writer
 
 pickled_in: set[str] = set()
 
@@ -91,15 +95,53 @@ def test_a_run_ends_when_a_group_cannot_be_written_and_writes_none_after_it(tmp_
 
     def full(step: int, group: Group, *, kind: str) -> None:
         if group.slot in (2, 3):
-            raise OSError("no space left on device")
+            raise RunFolderError("no space left on device")
         add_group(step, group, kind=kind)
 
     loop._folder.add_group = full  # type: ignore[method-assign]
     with pytest.raises(BaseExceptionGroup) as caught:
         run(loop)
-    assert caught.group_contains(OSError, match="no space left")
+    assert caught.group_contains(RunFolderError, match="no space left")
     assert (steps, set(trained(tmp_path / "run"))) == ([0, 1], {1})
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1]
+
+
+def test_what_cannot_be_written_keeps_no_other_group_from_being(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def note(number: int) -> None:
+        if number == 1:
+            raise ValueError("an env's object")
+        made.append(number)
+
+    async def main() -> None:
+        writer = Writer(begun(config(tmp_path / "run")))
+        for number in range(3):
+            writer.post(note, number)
+        with pytest.raises(ValueError, match="an env's object"):
+            await writer.close()
+
+    asyncio.run(main())
+    assert made == [0, 2]
+
+
+def test_the_episodes_of_an_evaluation_are_there_before_its_metrics(tmp_path: Path) -> None:
+    found: list[tuple[int, list[int]]] = []
+    loop = trainer(tmp_path, half_a, RecordingLearner(), train={"steps": 2}, eval={"episodes": 2, "every": 1})
+    add_group, add_metrics = loop._folder.add_group, loop._folder.add_metrics
+
+    def slowly(step: int, group: Group, *, kind: str) -> None:
+        time.sleep(0.1)
+        add_group(step, group, kind=kind)
+
+    def look(step: int, metrics: Any) -> None:
+        lines = read_lines(tmp_path / "run" / "episodes.jsonl")
+        found.append((step, sorted({line["step"] for line in lines if line["kind"] == "eval"})))
+        add_metrics(step, metrics)
+
+    loop._folder.add_group, loop._folder.add_metrics = slowly, look  # type: ignore[method-assign]
+    run(loop)
+    assert found == [(0, [0]), (1, [0, 1]), (2, [0, 1, 2])]
 
 
 def test_a_loop_that_is_late_is_warned_of_once_and_again_when_it_gets_worse(

@@ -10,10 +10,12 @@ from typing import Any
 import tomli_w
 
 from relax_gym.config import read_toml
+from relax_gym.disk import write_atomically
 from relax_gym.endpoint.statistics import in_short
 from relax_gym.errors import RunFolderError
+from relax_gym.lines import append_line, keep_lines, read_lines
 from relax_gym.media.files import MediaFolder
-from relax_gym.run_folder import RESULTS_FILE, append_line, keep_lines, read_lines, write_atomically
+from relax_gym.run_folder import RESULTS_FILE
 
 KEPT_GIB = 4.0
 """Most GiB of media that are kept, for `relax-gym view --html`."""

@@ -14,8 +14,9 @@ import aiohttp
 
 from relax_gym.endpoint.client import PASSING, base_url, retry_after, server_message
 from relax_gym.errors import RewardError
+from relax_gym.lines import json_text
 from relax_gym.redaction import MASK
-from relax_gym.run_folder import episode_record, json_text
+from relax_gym.run_folder import episode_record
 from relax_gym.types import Trajectory
 
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
