@@ -15,6 +15,7 @@ from relax_gym.cleanup import Cleanup, closed_on_failure
 from relax_gym.config import PluginSection, RunConfig, load_algorithms, plugin_options
 from relax_gym.context import RunContext, Tracker
 from relax_gym.errors import reason
+from relax_gym.launch import launched_rank
 from relax_gym.learner import Learner
 from relax_gym.models import load_tokenizer, resolve_model
 from relax_gym.play import Player
@@ -134,7 +135,8 @@ def build_renderer(config: RunConfig, model_path: Path) -> ChatRenderer:
 def build_learner(context: RunContext) -> Learner:
     """The learner named in the config. Warns where it will train on another distribution than is sampled from."""
     _warn_of_truncation(context.config)
-    check_learner(context)
+    if launched_rank() is None:  # else the others wait to hear of it from the learner
+        check_learner(context)
     learner: Learner = build_component("learner", context.config.learner, context)
     return learner
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from relax_gym.actor import Actor
 from relax_gym.build import build_context, build_renderer, build_rewards, check_learner
 from relax_gym.cleanup import Cleanup, closed_on_failure
-from relax_gym.config import RunConfig, dump_config, plugin_options
+from relax_gym.config import ModelConfig, RunConfig, dump_config, load_algorithms, plugin_options
 from relax_gym.env_driver import EnvDriver
 from relax_gym.errors import ModelError, RelaxGymError
+from relax_gym.launch import serving
 from relax_gym.media.loader import MediaLoader
 from relax_gym.models import empty_language_model, language_config, positions, resolve_model
 from relax_gym.plugins import plugins
@@ -83,6 +84,7 @@ def dry_run(config: RunConfig, *, resume: bool = False) -> DryRunReport:
             no server.
     """
     check_secrets(config)
+    serving(config)
     probes = probe_envs(config)
     with closed_on_failure() as built:
         rewards = build_rewards(config)
@@ -92,6 +94,7 @@ def dry_run(config: RunConfig, *, resume: bool = False) -> DryRunReport:
         model = _model_facts(config, path)
         renderer = build_renderer(config, path)
         check_tools(probes, renderer)
+        _resolve_teachers(config)
         check_learner(build_context(config, path, renderer))
         tasks = _first_tasks(config)
     budget = min(filter(None, (config.rollout.token_budget, model.context)), default=sys.maxsize)
@@ -127,6 +130,13 @@ def _model_facts(config: RunConfig, path: Path) -> ModelFacts:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         context=options.context_limit(positions(settings)),
     )
+
+
+def _resolve_teachers(config: RunConfig) -> None:
+    """Find the models that the algorithms distil from, as the learner would. An engine knows its own models."""
+    asked = [algorithm.distillation for algorithm in load_algorithms(config)]
+    for name in {name for one in asked if one and one.engine is None for name in one.names}:
+        resolve_model(ModelConfig(name=name, trust_remote_code=config.model.trust_remote_code))
 
 
 def _first_tasks(config: RunConfig) -> list[Task]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from relax_gym.errors import ConfigError
@@ -27,9 +28,21 @@ def serve_learner(config: RunConfig) -> bool:
     Raises:
         ConfigError: the config's learner runs in one process, or in another number of them.
     """
-    rank = launched_rank()
-    if rank is None:
+    serve = serving(config)
+    if serve is None or launched_rank() == 0:
         return False
+    load(serve)()
+    return True
+
+
+def serving(config: RunConfig) -> str | Callable[[], None] | None:
+    """What launched processes but the first are to run; None where none was launched.
+
+    Raises:
+        ConfigError: the config's learner runs in one process.
+    """
+    if launched_rank() is None:
+        return None
     learner = plugins().get("learner", config.learner.name)
     serve = learner.serve if isinstance(learner, Component) else None
     if serve is None:
@@ -37,7 +50,4 @@ def serve_learner(config: RunConfig) -> bool:
             f"{os.environ['WORLD_SIZE']} processes were started (WORLD_SIZE), but learner.name = "
             f'"{config.learner.name}" runs in one; start it without torchrun, or use learner.name = "megatron"'
         )
-    if rank == 0:
-        return False
-    load(serve)()
-    return True
+    return serve

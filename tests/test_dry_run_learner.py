@@ -12,11 +12,13 @@ import torch
 from command import run
 from learner_cases import save_model
 from megatron_learner_kit import EXPERTS
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
-from relax_gym.config import ModelConfig
+from relax_gym.config import ModelConfig, Options
 from relax_gym.models import resolve_model
+from relax_gym_trainers.megatron_learner.learner import MegatronLearner
 from relax_gym_trainers.megatron_learner.ranks import Ranks
 from relax_gym_trainers.torch_learner import learner as torch_learner
 
@@ -165,3 +167,63 @@ def test_a_learner_that_fits(capsys: Any, tmp_path: Path, folders: dict[str, Pat
     teach = f"algorithm={{ name = 'opd', teacher = '{folders['dense']}' }}"
     assert run(capsys, "train", path, "--dry-run", "--set", f"learner={{ {learner} }}", "--set", teach)[::2] == (0, "")
     assert torch.zeros(1).type() == "torch.FloatTensor"  # nothing of Megatron's stand-ins is left behind
+
+
+def dry(capsys: Any, folder: Path, model: Path, *changes: str) -> tuple[int, str]:
+    """Exit code and error of a dry run."""
+    path = folder / "run.toml"
+    path.write_text(CONFIG.replace("RUN", str(folder)).replace("MODEL", str(model)))
+    code, _, error = run(capsys, "train", path, "--dry-run", *(part for one in changes for part in ("--set", one)))
+    return code, error
+
+
+def test_another_number_of_processes_was_launched(
+    capsys: Any, tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    alone = 'error: 3 processes were started (WORLD_SIZE), but learner.name = "torch" runs in one'
+    assert all(error.startswith(alone) for error in errors(capsys, tmp_path, folders["dense"]))
+    code, error = dry(capsys, tmp_path, folders["dense"], "learner={ name = 'megatron', tp = 2 }")
+    assert code == 1
+    assert error.startswith("error: 3 processes were started (WORLD_SIZE), but the learner's layout has 2 ranks")
+
+
+def test_launched_ranks_hear_of_a_wrong_layout_from_the_learner(
+    capsys: Any, tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for the first one, which must come to where it meets them."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(pytest.fail.Exception, match="ranks were started"):
+        errors(capsys, tmp_path, folders["dense"], "learner={ name = 'megatron', tp = 3 }", "threads=1")
+
+
+def test_a_head_of_its_own_beside_embeddings_that_the_config_ties(
+    capsys: Any, tmp_path: Path, folders: dict[str, Path]
+) -> None:
+    """Such weights are not tied when they are loaded."""
+    model = tmp_path / "model"
+    shutil.copytree(folders["dense"], model)
+    weights = load_file(model / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2}, model / "model.safetensors")
+    for learner in ("freeze = ['lm_head.weight']", "lora = { targets = ['q_proj', 'lm_head'] }"):
+        assert dry(capsys, tmp_path, model, f"learner={{ name = 'torch', {learner} }}") == (0, "")
+        code, error = dry(capsys, tmp_path, folders["dense"], f"learner={{ name = 'torch', {learner} }}")
+        assert (code, error[:15]) == (1, "error: learner.")
+
+
+def test_options_of_a_subclass_are_its_own_to_check() -> None:
+    nothing: Any = None
+    for learner in (torch_learner.TorchLearner, MegatronLearner):
+        assert learner.check_model(nothing, Options()) is None  # type: ignore[arg-type]
+
+
+def test_a_teacher_that_is_not_there_whoever_trains(
+    capsys: Any, tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_gym.dry_run.check_learner", lambda context: None)
+    teacher = tmp_path / "nobody"
+    code, error = dry(capsys, tmp_path, folders["dense"], f"algorithm={{ name = 'opd', teacher = '{teacher}' }}")
+    assert code == 1
+    assert str(teacher) in error

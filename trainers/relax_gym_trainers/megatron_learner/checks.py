@@ -11,6 +11,7 @@ from relax_gym_trainers.megatron_learner.distillation import check_teacher
 from relax_gym_trainers.megatron_learner.model import check_layout
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.rank import layout_of
+from relax_gym_trainers.megatron_learner.rank_processes import check_launched
 from relax_gym_trainers.megatron_learner.ray_ranks import import_ray
 from relax_gym_trainers.megatron_learner.towers import check_encoders, text_config
 from relax_gym_trainers.torch_learner.distillation import check_teachers
@@ -20,7 +21,9 @@ from relax_gym_trainers.torch_learner.model import load_settings
 def check_model(context: RunContext, options: MegatronLearnerOptions) -> None:
     """See `Learner.check_model`."""
     layout = layout_of(options)
-    if options.launcher == "ray" and launched_rank() is None:
+    if launched_rank() is not None:
+        check_launched(layout.world_size)
+    elif options.launcher == "ray":
         import_ray()
     whole = load_settings(context.model_path, trust_remote_code=False)
     config = text_config(whole)

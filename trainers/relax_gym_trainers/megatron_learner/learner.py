@@ -54,6 +54,8 @@ class MegatronLearner(Learner):
     @classmethod
     def check_model(cls, context: RunContext, options: MegatronLearnerOptions) -> None:
         """See `Learner.check_model`."""
+        if not isinstance(options, MegatronLearnerOptions):  # those of a subclass
+            return
         try:
             from relax_gym_trainers.megatron_learner.checks import check_model
         except ImportError as error:

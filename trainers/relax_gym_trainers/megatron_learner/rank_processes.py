@@ -241,16 +241,23 @@ def _rendezvous(timeout: timedelta) -> Any:
     return store
 
 
-def join(world: int, deadline: float) -> list[Other]:
-    """The ranks that a launcher has started and that `serve`."""
-    store = _rendezvous(timedelta(minutes=5))
+def check_launched(world: int) -> None:
+    """Raise ConfigError when a launcher has started another number of processes."""
     if (launched := int(os.environ["WORLD_SIZE"])) != world:
-        refusal = (
+        raise ConfigError(
             f"{launched} processes were started (WORLD_SIZE), but the learner's layout has {world} ranks: "
             f"tp · pp · cp · dp must be {launched}; or start one process, which starts the others itself"
         )
-        store.set(RENDEZVOUS_KEY, json.dumps(refusal))
-        raise ConfigError(refusal)
+
+
+def join(world: int, deadline: float) -> list[Other]:
+    """The ranks that a launcher has started and that `serve`."""
+    store = _rendezvous(timedelta(minutes=5))
+    try:
+        check_launched(world)
+    except ConfigError as refusal:
+        store.set(RENDEZVOUS_KEY, json.dumps(str(refusal)))
+        raise
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     host = "127.0.0.1" if one_host else os.environ["MASTER_ADDR"]
     listener, key = listen("127.0.0.1" if one_host else "", world)

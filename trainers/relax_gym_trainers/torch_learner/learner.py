@@ -82,10 +82,12 @@ class TorchLearner(PolicyLearner):
     @classmethod
     def check_model(cls, context: RunContext, options: TorchLearnerOptions) -> None:
         """See `Learner.check_model`."""
+        if not isinstance(options, TorchLearnerOptions):  # those of a subclass
+            return
         trust = context.config.model.trust_remote_code
         models.choose_device(options.device)
         settings = models.load_settings(context.model_path, trust_remote_code=trust)
-        models.check_trainable(settings, options, trust_remote_code=trust)
+        models.check_trainable(context.model_path, settings, options, trust_remote_code=trust)
         rows = vocabulary_rows(settings)
         check = partial(check_teacher, tokenizer=context.tokenizer, rows=rows, trust_remote_code=trust)
         check_teachers(context, rows, check)

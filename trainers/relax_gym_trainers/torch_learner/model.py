@@ -80,12 +80,26 @@ def _cpu_has_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def check_trainable(settings: PretrainedConfig, options: TorchLearnerOptions, *, trust_remote_code: bool) -> None:
-    """Raise what `choose_trainable` would for a model of this config, which is not loaded."""
+def check_trainable(
+    folder: Path, settings: PretrainedConfig, options: TorchLearnerOptions, *, trust_remote_code: bool
+) -> None:
+    """Raise what `choose_trainable` would for the model of a folder and its config, which is not loaded."""
     if options.lora is not None or options.freeze or options.freeze_encoders:
         model = empty_language_model(settings, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            choose_trainable(model, options, seed=0)
+        if not _ties_what_is_apart(model, folder):
+            with torch.device("meta"):
+                choose_trainable(model, options, seed=0)
+
+
+def _ties_what_is_apart(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether a folder has a head beside embeddings that its config ties, which a loaded model keeps."""
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not model.get_input_embeddings().weight:
+        return False
+    name = next(name for name, module in model.named_modules() if module is head)
+    with contextlib.suppress(ModelError):  # weights of another kind
+        return f"{name}.weight" in Checkpoint(folder).files
+    return False
 
 
 def choose_trainable(model: PreTrainedModel, options: TorchLearnerOptions, seed: int) -> None:
