@@ -22,7 +22,7 @@ from relax_gym.isolation import isolated
 from relax_gym.reward import GroupReward, Reward, is_group_reward
 from relax_gym.types import Metrics, Trajectory
 from relax_gym.waits import waiting
-from relax_gym.workers import WorkerThreads, WorkerTimeout, within
+from relax_gym.workers import WorkerCancelled, WorkerThreads, WorkerTimeout, within
 
 log = logging.getLogger("relax_gym")
 LOGGED_FAILURES = 20
@@ -169,10 +169,7 @@ async def close_rewards(
             closing = await lent.call(close, timeout=timeout)
             if inspect.isawaitable(closing):
                 await within(timeout, closing)
-        except (Exception, asyncio.CancelledError) as error:  # of a task of the reward's own, or of this one
-            own = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
-                raise
+        except Exception:
             log.warning("reward %s: close() failed", term.name, exc_info=True)
     if threads is None:
         lent.close()
@@ -261,9 +258,7 @@ async def _call(
     limit(timeout)
     try:
         return await within(timeout, value)
-    except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is None or task.cancelling():
-            raise
+    except WorkerCancelled as error:
         raise RewardError("the reward cancelled itself") from error
 
 

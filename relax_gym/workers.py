@@ -30,11 +30,16 @@ class WorkerTimeout(TimeoutError):
     """A call ran longer than its limit. Not raised for a TimeoutError of the function itself."""
 
 
+class WorkerCancelled(RuntimeError):
+    """What was awaited has ended as cancelled, though whoever awaits it was not."""
+
+
 async def within(seconds: float | None, awaitable: Awaitable[T]) -> T:
     """Await with a limit that holds even for what ignores its cancellation.
 
     Raises:
         WorkerTimeout: it runs out. A TimeoutError of the awaited code passes as it is.
+        WorkerCancelled: the awaited code has cancelled itself, or awaited something that was.
     """
     doing = asyncio.ensure_future(awaitable)
     try:
@@ -43,6 +48,8 @@ async def within(seconds: float | None, awaitable: Awaitable[T]) -> T:
             raise WorkerTimeout(f"took longer than {seconds:g} seconds")
     finally:
         await let_go(doing)
+    if doing.cancelled():
+        raise WorkerCancelled("it cancelled itself")
     return doing.result()
 
 

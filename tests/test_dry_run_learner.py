@@ -107,15 +107,18 @@ REFUSED = {
 
 def errors(capsys: Any, folder: Path, model: Path, *changes: str) -> tuple[str, str]:
     """What a dry run and a run print when they refuse."""
+    (one, dry_error), (other, error) = (attempt(capsys, folder, model, *changes, dry=dry) for dry in (True, False))
+    assert (one, other) == (1, 1)
+    return dry_error, error
+
+
+def attempt(capsys: Any, folder: Path, model: Path, *changes: str, dry: bool = True) -> tuple[int, str]:
+    """Exit code and error."""
     path = folder / "run.toml"
     path.write_text(CONFIG.replace("RUN", str(folder)).replace("MODEL", str(model)))
     given = [part for change in changes for part in ("--set", change)]
-    found = []
-    for dry in (["--dry-run"], []):
-        code, _, error = run(capsys, "train", path, *dry, *given)
-        assert code == 1
-        found.append(error)
-    return found[0], found[1]
+    code, _, error = run(capsys, "train", path, *(["--dry-run"] if dry else []), *given)
+    return code, error
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # peft asks for them itself
@@ -169,14 +172,6 @@ def test_a_learner_that_fits(capsys: Any, tmp_path: Path, folders: dict[str, Pat
     assert torch.zeros(1).type() == "torch.FloatTensor"  # nothing of Megatron's stand-ins is left behind
 
 
-def dry(capsys: Any, folder: Path, model: Path, *changes: str) -> tuple[int, str]:
-    """Exit code and error of a dry run."""
-    path = folder / "run.toml"
-    path.write_text(CONFIG.replace("RUN", str(folder)).replace("MODEL", str(model)))
-    code, _, error = run(capsys, "train", path, "--dry-run", *(part for one in changes for part in ("--set", one)))
-    return code, error
-
-
 def test_another_number_of_processes_was_launched(
     capsys: Any, tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +179,7 @@ def test_another_number_of_processes_was_launched(
     monkeypatch.setenv("RANK", "0")
     alone = 'error: 3 processes were started (WORLD_SIZE), but learner.name = "torch" runs in one'
     assert all(error.startswith(alone) for error in errors(capsys, tmp_path, folders["dense"]))
-    code, error = dry(capsys, tmp_path, folders["dense"], "learner={ name = 'megatron', tp = 2 }")
+    code, error = attempt(capsys, tmp_path, folders["dense"], "learner={ name = 'megatron', tp = 2 }")
     assert code == 1
     assert error.startswith("error: 3 processes were started (WORLD_SIZE), but the learner's layout has 2 ranks")
 
@@ -208,8 +203,8 @@ def test_a_head_of_its_own_beside_embeddings_that_the_config_ties(
     weights = load_file(model / "model.safetensors")
     save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2}, model / "model.safetensors")
     for learner in ("freeze = ['lm_head.weight']", "lora = { targets = ['q_proj', 'lm_head'] }"):
-        assert dry(capsys, tmp_path, model, f"learner={{ name = 'torch', {learner} }}") == (0, "")
-        code, error = dry(capsys, tmp_path, folders["dense"], f"learner={{ name = 'torch', {learner} }}")
+        assert attempt(capsys, tmp_path, model, f"learner={{ name = 'torch', {learner} }}") == (0, "")
+        code, error = attempt(capsys, tmp_path, folders["dense"], f"learner={{ name = 'torch', {learner} }}")
         assert (code, error[:15]) == (1, "error: learner.")
 
 
@@ -224,6 +219,6 @@ def test_a_teacher_that_is_not_there_whoever_trains(
 ) -> None:
     monkeypatch.setattr("relax_gym.dry_run.check_learner", lambda context: None)
     teacher = tmp_path / "nobody"
-    code, error = dry(capsys, tmp_path, folders["dense"], f"algorithm={{ name = 'opd', teacher = '{teacher}' }}")
+    code, error = attempt(capsys, tmp_path, folders["dense"], f"algorithm={{ name = 'opd', teacher = '{teacher}' }}")
     assert code == 1
     assert str(teacher) in error

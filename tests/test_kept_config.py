@@ -60,7 +60,7 @@ class TalkativeOptions(StubbornOptions):
 
 
 @pytest.fixture(autouse=True)
-def test_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+def plugins_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("sampler", "tracker"):
         for options in (StubbornOptions, TalkativeOptions):
             component = Component(factory="math:sqrt", options=options)

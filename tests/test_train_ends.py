@@ -17,10 +17,11 @@ from relax_gym.config import parse_config
 from relax_gym.errors import ModelError, RunFolderError, SamplerError, TrainingError
 from relax_gym.lines import read_lines
 from relax_gym.plugins import plugins
-from relax_gym.sampler import Weights
+from relax_gym.sampler import Session, Weights
 from relax_gym.testing import RecordingLearner, ScriptedSampler
 from relax_gym.train import train
-from relax_gym.types import Batch, Group
+from relax_gym.types import Batch, Completion, Group
+from relax_gym.workers import WorkerCancelled
 
 
 class Observer:
@@ -334,3 +335,23 @@ def test_finished_groups_are_kept_on_an_interrupt(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
     assert kinds(tmp_path / "run") in ({"queued": ["0"]}, {"queued": ["1"]})  # whichever was reset first
+
+
+def test_a_sampler_that_cancels_its_own_task_ends_the_run_instead_of_leaving_it_waiting(tmp_path: Path) -> None:
+    class CancelsItself(ScriptedSampler):
+        def open_session(self) -> Session:
+            session = super().open_session()
+
+            async def generate(*args: Any, **options: Any) -> Completion:
+                own = asyncio.ensure_future(asyncio.sleep(60))
+                own.cancel()
+                await own
+                raise AssertionError
+
+            session.generate = generate  # type: ignore[method-assign]
+            return session
+
+    sampler = CancelsItself(half_a, tokenizer=TOKENIZER)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(trainer(tmp_path, None, RecordingLearner(), sampler=sampler, supervision={"rollout": 20}))
+    assert caught.group_contains(WorkerCancelled, match="it cancelled itself")
