@@ -194,6 +194,7 @@ NOISE: list[tuple[str, type[Warning]]] = [
     ("full scope is deprecated", UserWarning),
     ("MimoModelConfig is experimental", UserWarning),
     ("If you are using transformer_engine as the transformer implementation, the core_attn", UserWarning),
+    ("TypedStorage is deprecated", UserWarning),
     ("`sequence_parallel` is set to `True`, but tensor model parallel size is 1", UserWarning),
 ]
 """What Megatron makes torch and itself warn of, whatever its caller does."""
