@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,10 @@ def test_the_torch_learner_takes_the_same_steps(tmp_path: Path) -> None:
 def test_on_a_gpu_only_weights_are_there_while_the_learner_rests(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", Qwen3Config(**TINY | {"hidden_size": 512, "intermediate_size": 8192}))
     found = {}
-    for number, offload in enumerate((False, True)):
+    for number, offload in enumerate((False, False, True)):  # the first has cuBLAS take its workspaces, for good
         case = Case(options={"dtype": "bfloat16", "offload_optimizer": offload})
         place = Place(rank=0, world=1, init_method=f"file://{tmp_path}/meeting")
+        gc.collect()  # what the learner before has left
         before = torch.cuda.memory_allocated()
         trainer = rank_learner(Layout(), place, number, folder, case)
         metrics = []
@@ -115,4 +117,4 @@ def test_on_a_gpu_only_weights_are_there_while_the_learner_rests(tmp_path: Path)
         del trainer
     assert found[True][0] == found[False][0]
     assert found[False][1] - found[True][1] == pytest.approx(12, rel=0.1)  # bytes a parameter
-    assert found[True][1] < 4  # two of the weights, and what cuBLAS keeps
+    assert found[True][1] < 4  # two of the weights
