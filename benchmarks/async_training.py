@@ -52,8 +52,6 @@ SETTINGS = (
     *("median", "sigma", "most", "micro_batch_tokens", "lr", "env", "order", "on_update", "server_args", "set"),
 )
 """Runs with the same of these can be compared."""
-ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "HF_HUB_OFFLINE": "1"}
-"""Of each run. A Megatron learner starts NCCL before the sampler can say how servers want it for `broadcast`."""
 CLOSING_SECONDS = 40.0
 """What a run that is stopped may take to save and close."""
 
@@ -165,7 +163,7 @@ def run_apart(config: dict[str, Any], folder: Path, seconds: float) -> str | Non
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     with log.open("wb") as out:  # no pipe: a helper of torch holds it for longer than the run
         command = [sys.executable, __file__, "--child", str(file)]
-        child = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **ENVIRONMENT})
+        child = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "HF_HUB_OFFLINE": "1"})
         try:
             code = child.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from sglang_weights_kit import Server, awkward, described, on_gpu, servers, states
 from torch import Tensor
+from train_cases import OneOrTwo
 
-from relax_gym.errors import SamplerError
+from relax_gym.config import Options, parse_config
+from relax_gym.errors import SamplerError, TrainingError
+from relax_gym.plugins import plugins
+from relax_gym.registry import Component
+from relax_gym.train import train
 from relax_gym_plugins.samplers.sglang.weights.broadcast import BroadcastSender
-from relax_gym_plugins.samplers.sglang.weights.group import check_nccl, own_address
+from relax_gym_plugins.samplers.sglang.weights.group import own_address
 
 pytest_plugins = ["sglang_weights_fixtures"]
+
+assert OneOrTwo  # registers test/OneOrTwo-v0
 
 BROADCAST, JOIN = "/update_weights_from_distributed", "/init_weights_update_group"
 
@@ -129,19 +138,55 @@ def test_a_server_that_was_restarted_joins_again(ports: list[int]) -> None:
     assert [state["version"] for state in states(found)] == ["2"]
 
 
-def test_nccl_is_refused_where_it_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
-    with pytest.raises(SamplerError, match=r"NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 in the learner's environment"):
-        asyncio.run(BroadcastSender("nccl").open([]))
-
-
-def test_nccl_is_set_up_as_servers_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str | None]]:
+    """What NCCL is told; nothing at first, and nothing of it is left afterwards."""
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    for name in names:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    check_nccl()
-    assert (os.environ["NCCL_CUMEM_ENABLE"], os.environ["NCCL_NVLS_ENABLE"]) == ("0", "0")
-    check_nccl()
+    return lambda: [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize("variable", [("NCCL_CUMEM_ENABLE", "1"), ("WORLD_SIZE", "2")])
+def test_nccl_is_refused_where_it_would_hang(
+    monkeypatch: pytest.MonkeyPatch, nccl: Callable[[], list[str | None]], variable: tuple[str, str]
+) -> None:
+    monkeypatch.setenv(*variable)
+    before = nccl()
+    with pytest.raises(SamplerError, match="NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 in the environment of each of the"):
+        BroadcastSender("nccl")
+    assert nccl() == before
+
+
+def test_nccl_is_set_up_as_servers_do_before_there_is_a_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: Callable[[], list[str | None]]
+) -> None:
+    def learner(*given: object) -> None:
+        raise TrainingError(f"NCCL starts with {nccl()}")
+
+    plugins().tables["learner"].add("test_nccl", Component(factory=learner, options=Options), "test")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "model": {"name": "tiny-qwen3"},
+        "env": [{"id": "test/OneOrTwo-v0"}],
+        "sampler": {"name": "sglang", "sync": "broadcast", "urls": ["http://127.0.0.1:9"]},
+        "learner": {"name": "test_nccl"},
+        "train": {"steps": 1, "groups_per_step": 1, "group_size": 2},
+        "trackers": [],
+    }
+    with pytest.raises(TrainingError, match=r"NCCL starts with \['0', '0'\]"):
+        train(parse_config(config))
+
+
+def test_launched_processes_may_have_nccl_set_up(
+    monkeypatch: pytest.MonkeyPatch, nccl: Callable[[], list[str | None]]
+) -> None:
+    BroadcastSender("nccl")
+    assert nccl() == ["0", "0"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    BroadcastSender("nccl")
 
 
 def test_servers_reach_the_learner_by_the_interface_that_leads_to_them() -> None:
@@ -153,13 +198,16 @@ def test_k108_nccl_brings_every_byte(ports: list[int]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     (server,) = servers(ports, 1, tp_size=1)
-    weights = on_gpu()
+    # NCCL reads its settings once in a process, in this one perhaps for another test already.
+    mp.start_processes(_send_over_nccl, args=(server,), start_method="spawn")
+    assert states([server])[0]["weights"] == described(awkward())
 
+
+def _send_over_nccl(number: int, server: Server) -> None:
     async def run() -> None:
         sender = BroadcastSender("nccl", bucket_bytes=200, timeout=60)
         assert await sender.open([server]) == {}
-        assert await sender.send([server], weights.items(), 7) == {}
+        assert await sender.send([server], on_gpu().items(), 7) == {}
         await sender.close()
 
     asyncio.run(run())
-    assert states([server])[0]["weights"] == described(weights)

@@ -42,7 +42,12 @@ class BroadcastSender(BucketSender):
             bucket_bytes: memory that an update may take on top, here and there.
             timeout: seconds that joining the group and each bucket may take.
             address: of this machine, as servers reach it; default: of the interface that leads to them.
+
+        Raises:
+            SamplerError: see `check_nccl`.
         """
+        if backend == "nccl":
+            check_nccl()
         super().__init__(dtype=dtype, bucket_bytes=bucket_bytes, timeout=timeout)
         self._backend, self._address = backend, address
         self._farewell = min(FAREWELL, timeout)
@@ -51,9 +56,7 @@ class BroadcastSender(BucketSender):
         self._trouble = "the servers' logs may say why"
 
     async def open(self, servers: Sequence[Server]) -> Failures:
-        """See `WeightSender.open`. Raises SamplerError when NCCL was started otherwise than the servers do."""
-        if self._backend == "nccl":
-            check_nccl()
+        """See `WeightSender.open`."""
         if not set(self._members).isdisjoint(servers):
             await self._leave()  # whoever asks to be let in has forgotten the group, as a server that was restarted
         update = Update(servers, self._timeout)

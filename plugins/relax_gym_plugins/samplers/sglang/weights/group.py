@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from relax_gym.errors import SamplerError
+from relax_gym.launch import launched_rank
 
 Backend = Literal["nccl", "gloo"]
 PATIENCE = 10
@@ -85,20 +86,23 @@ class Group:
 
 
 def check_nccl() -> None:
-    """SGLang switches NCCL's cuMem off for itself; with a learner that has it on, broadcasts hang without a word.
+    """SGLang switches NCCL's cuMem off for itself; with a learner that has it on, broadcasts hang without a word. It is
+    switched off for this process and those that it will start; NCCL reads that once, when it starts.
 
     Raises:
-        SamplerError: NCCL may be in use here already with other settings.
+        SamplerError: NCCL may be in use here already with other settings, or will be in other processes that a launcher
+            has started.
     """
     wanted = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     wrong = {name: os.environ.get(name) for name, value in wanted.items() if os.environ.get(name) != value}
     if not wrong:
         return
     started = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    if started or any(value is not None for value in wrong.values()):
+    if started or launched_rank() is not None or any(value is not None for value in wrong.values()):
         raise SamplerError(
             f"sending weights over NCCL needs {' '.join(f'{name}={value}' for name, value in wanted.items())} in the "
-            f"learner's environment before NCCL starts, and there is {wrong}; export them and start again"
+            f"environment of each of the learner's processes before NCCL starts, and there is {wrong}; export them and "
+            "start again"
         )
     os.environ.update(wanted)
 
