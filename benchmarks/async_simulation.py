@@ -56,19 +56,25 @@ relax_gym.register("benchmark/Answer-v0", Answer)
 
 @dataclass(frozen=True)
 class Mode:
-    """What is varied of `[train]`."""
+    """What is varied of `[train]`, and `learner.stream`."""
 
     max_staleness: int
     order: str = "slot"
     oversample: int = 0
+    stream: bool = False
 
 
-MODES = (Mode(0), Mode(1), Mode(2), Mode(4), Mode(2, "ready"), Mode(2, "ready", 2), Mode(0, "ready", 4))
+MODES = (
+    *(Mode(0), Mode(1), Mode(2), Mode(4), Mode(2, "ready"), Mode(2, "ready", 2), Mode(0, "ready", 4)),
+    *(Mode(staleness, stream=True) for staleness in (0, 1, 2)),
+)
 
 
 def simulate(mode: Mode, folder: Path, *, seed: int, learner_seconds: float, steps: int = STEPS) -> dict[str, Any]:
     """Train in `folder`. Simulated seconds a step, all but the first steps', and what they consist of."""
     tokenizer = tiny_tokenizer()
+    varied = asdict(mode)
+    stream = varied.pop("stream")
     config = parse_config(
         {
             "seed": seed,
@@ -76,7 +82,7 @@ def simulate(mode: Mode, folder: Path, *, seed: int, learner_seconds: float, ste
             "model": {"name": "tiny-qwen3"},
             "env": [{"id": "benchmark/Answer-v0"}],
             "rollout": {"max_turns": 1, "max_new_tokens": MOST},
-            "train": {"steps": steps, "groups_per_step": GROUPS, "group_size": GROUP_SIZE, **asdict(mode)},
+            "train": {"steps": steps, "groups_per_step": GROUPS, "group_size": GROUP_SIZE, **varied},
             "trackers": [],
         }
     )
@@ -95,7 +101,8 @@ def simulate(mode: Mode, folder: Path, *, seed: int, learner_seconds: float, ste
         rewards=build_rewards(config),
         sampler=engine,
     )
-    learner = SimulatedLearner(loop, lambda batch: learner_seconds)
+    group_seconds = learner_seconds / GROUPS if stream else 0.0
+    learner = SimulatedLearner(loop, lambda batch: 0.0 if stream else learner_seconds, group_seconds=group_seconds)
     loop.run(Trainer(parts, learner, [], RunFolder(config, resume=False)).run())
     return {**asdict(mode), **summary(folder)}
 
@@ -108,7 +115,7 @@ def summary(folder: Path) -> dict[str, float]:
     begin, end = steps[0]["ts"], steps[-1]["ts"] + steps[-1]["dur"]
     work = sum(
         event["dur"]
-        for name in ("train", "publish")
+        for name in ("train", "publish", "prepare")
         for event in learner_spans(folder / "timeline.json", name)
         if begin <= event["ts"] < end
     )
@@ -129,12 +136,14 @@ def summary(folder: Path) -> dict[str, float]:
 def table(runs: Sequence[dict[str, Any]]) -> list[str]:
     """Lines of a Markdown table, one for each mode."""
     out = [
-        "| `max_staleness` | order | oversample | s a step | faster | above the bound | learner waits | mean lag |",
-        "|---:|---|---:|---:|---:|---:|---:|---:|",
+        "| `max_staleness` | order | oversample | stream | s a step | faster | above the bound | learner waits "
+        "| mean lag |",
+        "|---:|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     for one in runs:
         out.append(
-            f"| {one['max_staleness']} | {one['order']} | {one['oversample']} | {one['step_seconds']:.2f} "
+            f"| {one['max_staleness']} | {one['order']} | {one['oversample']} | {'yes' if one['stream'] else ''} "
+            f"| {one['step_seconds']:.2f} "
             f"| {runs[0]['step_seconds'] / one['step_seconds']:.2f}× "
             f"| {one['step_seconds'] / one['bound_seconds'] - 1:.1%} | {one['data_wait_share']:.1%} "
             f"| {one['staleness_mean']:.2f} |"

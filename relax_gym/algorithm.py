@@ -218,6 +218,12 @@ class Algorithm(Section):
         return True
 
     @property
+    def needs_batch(self) -> bool:
+        """Whether more than the denominators of a sample's loss depends on the other groups of its batch."""
+        over_batch = type(self).batch_advantages is not Algorithm.batch_advantages
+        return over_batch or self.filter_quantiles is not None
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the learner must keep the frozen initial model."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0

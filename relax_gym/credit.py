@@ -87,11 +87,6 @@ def assign_credit(groups: Sequence[Group], algorithms: Sequence[Algorithm]) -> l
     return sorted(samples, key=lambda sample: order[sample.group_id])
 
 
-def group_samples(group: Group, algorithms: Sequence[Algorithm]) -> list[TrainingSample]:
-    """The samples that `assign_credit` makes of a group, whatever its batch, without their advantages."""
-    return [sample for sample, _ in _credited(group, algorithms[group.mixture])]
-
-
 def _assign_credit(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainingSample]:
     pairs = [pair for group in groups for pair in _credited(group, algorithm)]
     samples, advantages = [sample for sample, _ in pairs], [values for _, values in pairs]

@@ -37,10 +37,12 @@ class Learner(ABC):
         """
 
     def prepare(self, samples: Sequence[TrainingSample]) -> None:  # noqa: B027 (most learners have nothing to prepare)
-        """Samples of one group that the next `step` is likely to have, their advantages still 0: do what can be done.
+        """Samples of whole groups that the next `step` is likely to have: do what can be done. Their advantages are
+        those that they would have if they were the whole batch.
 
-        Called while that step waits for other groups, after the weights were published. `step` must give the same, bit
-        for bit, without it, and with other samples than were prepared.
+        Called while that step waits for other groups, after the weights were published. `step` must give the same
+        without it, and with other samples than were prepared: bit for bit, but where an option of the learner says
+        otherwise.
         """
 
     @abstractmethod

@@ -225,17 +225,16 @@ class RolloutQueue:
             self._changed.notify_all()
         return groups
 
-    async def next_finished(self, seen: set[int]) -> Group | None:
-        """A group that the next step is likely to take and that is not in `seen`; None once the step can be taken."""
+    async def next_finished(self, seen: set[int]) -> list[Group]:
+        """The finished groups that the next step will take and that are not in `seen`, once there are some; none once
+        the step can be taken. What is oversampled may overtake them."""
 
-        def likely() -> list[Group]:
-            own = range(self._step * self._per_step, (self._step + 1) * self._per_step)
-            slots = own if self._in_order else list(self._finished)[: self._per_step]
-            return [group for slot in slots if slot not in seen and (group := self._finished.get(slot)) is not None]
+        def fresh() -> list[Group]:
+            return [g for slot in self._chosen() if slot not in seen and (g := self._finished[slot]) is not None]
 
         async with self._changed:
-            await self._changed.wait_for(lambda: self._choose() is not None or likely())
-            return None if self._choose() is not None else likely()[0]
+            await self._changed.wait_for(lambda: self._choose() is not None or fresh())
+            return [] if self._choose() is not None else fresh()
 
     def leave_out(self, group: Group, reason: str) -> None:
         """A group that a step has taken is not trained on after all."""
@@ -245,20 +244,24 @@ class RolloutQueue:
 
     def _choose(self) -> list[int] | None:
         """The slots that the next step takes; None as long as it has to wait."""
+        chosen = self._chosen()
+        return chosen if len(chosen) == self._per_step else None
+
+    def _chosen(self) -> list[int]:
+        """The finished slots that the next step takes, whatever ends next."""
         if self._in_order:
             own = range(self._step * self._per_step, (self._step + 1) * self._per_step)
-            return list(own) if all(slot in self._finished for slot in own) else None
+            return [slot for slot in own if slot in self._finished]
         chosen: dict[int, None] = {}
+        places = 0  # that are given away, to slots that have not ended, too
         spare = max(0, self._oversample - len(self._waiting))
         for due in sorted(set(self._due.values())):
             must = min(self._per_step, self._too_many(due) - spare)
             ended = [slot for slot in self._finished if self._due[slot] <= due and slot not in chosen]
-            chosen |= dict.fromkeys(ended[: max(0, must - len(chosen))])
-            if len(chosen) < must:
-                return None
+            chosen |= dict.fromkeys(ended[: max(0, must - places)])
+            places = max(places, must)
         ended = [slot for slot in self._finished if slot not in chosen]
-        chosen |= dict.fromkeys(ended[: self._per_step - len(chosen)])
-        return list(chosen) if len(chosen) == self._per_step else None
+        return [*chosen, *ended[: self._per_step - places]]
 
     def _too_many(self, due: int) -> int:
         """How many more slots are due by a step than those after the next have places for."""

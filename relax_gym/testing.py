@@ -294,22 +294,28 @@ class RecordingLearner(Learner):
 
 
 class SimulatedLearner(RecordingLearner):
-    """Takes `step_seconds(batch)` of a loop's simulated time for a step, and `prepare_seconds` to prepare a group."""
+    """Takes `step_seconds(batch)` of a loop's simulated time for a step, and `group_seconds` for each group: in the
+    step, or before it where the group was prepared."""
 
     def __init__(
-        self, loop: SimulatedLoop, step_seconds: Callable[[Batch], float], *, prepare_seconds: float = 0.0
+        self, loop: SimulatedLoop, step_seconds: Callable[[Batch], float], *, group_seconds: float = 0.0
     ) -> None:
         super().__init__()
-        self._loop, self._step_seconds, self._prepare_seconds = loop, step_seconds, prepare_seconds
+        self._loop, self._step_seconds, self._group_seconds = loop, step_seconds, group_seconds
+        self._prepared: set[str] = set()
 
     def prepare(self, samples: Sequence[TrainingSample]) -> None:
         """Sleep."""
-        if self._prepare_seconds:
-            self._loop.sleep(self._prepare_seconds)
+        groups = {sample.group_id for sample in samples}
+        self._prepared |= groups
+        if self._group_seconds:
+            self._loop.sleep(self._group_seconds * len(groups))
 
     def step(self, batch: Batch) -> Metrics:
         """Sleep, then keep the batch."""
-        self._loop.sleep(self._step_seconds(batch))
+        left = {sample.group_id for sample in batch.samples} - self._prepared
+        self._prepared.clear()
+        self._loop.sleep(self._step_seconds(batch) + self._group_seconds * len(left))
         return super().step(batch)
 
 

@@ -17,7 +17,7 @@ from relax_gym.checkpoints import Checkpoints
 from relax_gym.cleanup import Cleanup, closed_on_failure
 from relax_gym.config import RunConfig
 from relax_gym.context import Tracker
-from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons, group_samples
+from relax_gym.credit import UNSCORED, assign_credit, batch_drop_reasons
 from relax_gym.curve import draw_curve
 from relax_gym.errors import Stopped, TrainingError, first_cause
 from relax_gym.evaluate import evaluate
@@ -228,17 +228,17 @@ class Trainer:
     async def _collect(self, step: int, clock: StepClock) -> list[Group]:
         """The groups of a step. While it waits for the last ones, the learner prepares those that are there."""
         seen: set[int] = set()
-        while (group := await self._queue.next_finished(seen)) is not None:
-            seen.add(group.slot)
-            preparing = self._thread.call(self._prepare, group)
+        while groups := await self._queue.next_finished(seen):
+            seen.update(group.slot for group in groups)
+            preparing = self._thread.call(self._prepare, groups)
             with clock.part("prepare"):
-                await self._supervisor.wait(f"the learner, to prepare group {group.group_id}", "learner", preparing)
+                await self._supervisor.wait(f"the learner, to prepare {len(groups)} groups", "learner", preparing)
         groups = await self._queue.get(step)
         self._producer.count()
         return groups
 
-    def _prepare(self, group: Group) -> None:
-        self._learner.prepare(group_samples(group, self._parts.algorithms))
+    def _prepare(self, groups: list[Group]) -> None:
+        self._learner.prepare(assign_credit(groups, self._parts.algorithms))
 
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""

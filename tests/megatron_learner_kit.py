@@ -57,6 +57,13 @@ def batches(count: int, *, groups: int = 2, size: int = 3) -> list[Batch]:
     return [random_batch(seed, groups=groups, size=size, version=seed) for seed in range(count)]
 
 
+def mixed(batch: Batch) -> Batch:
+    """Odd groups are of the second env."""
+    names = list(dict.fromkeys(sample.group_id for sample in batch.samples))
+    samples = [replace(sample, mixture=names.index(sample.group_id) % 2) for sample in batch.samples]
+    return replace(batch, samples=samples)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Steps of a learner with these options of learner and algorithm; `imitated` are a warm-up before them, `envs` the

@@ -166,8 +166,10 @@ class Prepares(RecordingLearner):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
+        self.advantages: dict[str, list[float]] = {}
 
     def prepare(self, samples: Any) -> None:
+        self.advantages |= {sample.episode_id: sample.advantages.tolist() for sample in samples}
         self.events += dict.fromkeys(f"prepared {sample.group_id}" for sample in samples)
 
     def step(self, batch: Batch) -> Metrics:
@@ -192,6 +194,9 @@ def test_what_is_there_is_prepared_while_a_step_waits_and_never_beside_a_publica
         inside = learner.events[first + 1 : last]
         assert all(event.startswith("prepared") for event in inside)
         assert {int(event.split()[1]) for event in inside} <= set(range(4 * step, 4 * step + 4))
+    trained = {sample.episode_id: sample.advantages.tolist() for batch in learner.batches for sample in batch.samples}
+    assert learner.advantages.items() <= trained.items()
+    assert any(any(values) for values in learner.advantages.values())
 
 
 def test_what_cannot_be_prepared_ends_the_run(tmp_path: Path) -> None:

@@ -85,6 +85,25 @@ def test_missing_scores_are_an_error(models, algorithm, answer, message):
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
 
 
+@pytest.mark.parametrize("algorithm", [{"top_k": 3, "rl_weight": 0.5}, {"level": "reward"}])
+def test_groups_that_are_streamed_learn_what_teachers_say_of_them(models, algorithm):
+    teachers = {ENV: str(models["t1"]), "test/Other-v0": str(models["t2"])}
+    plain, ahead = (
+        distilling(models, double=False, teachers=teachers, options={"stream": stream, "eps": 1e-3}, **algorithm)
+        for stream in (False, True)
+    )
+    batch = random_batch(groups=3)
+    batch = dataclasses.replace(batch, samples=routed(batch.samples))
+    for group in by_group(batch.samples)[1:]:
+        ahead.prepare(group)
+    expected, found = without_seconds(plain.step(batch)), without_seconds(ahead.step(batch))
+    assert found.pop("streamed_tokens") == sum(s.trained_tokens for s in batch.samples if s.group_id != "g0")
+    assert {k: v for k, v in found.items() if k != "padded_tokens"} == pytest.approx(
+        {k: v for k, v in expected.items() if k != "padded_tokens"}, rel=1e-5, abs=1e-6
+    )
+    assert all(torch.allclose(value, weights(plain)[name], atol=1e-6) for name, value in weights(ahead).items())
+
+
 def test_preparing_asks_the_teachers_before_the_step_and_changes_no_bit(models):
     plain, ahead = (distilling(models, double=False, level="reward") for _ in range(2))
     batch = random_batch()

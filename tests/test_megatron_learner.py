@@ -19,6 +19,7 @@ from megatron_learner_kit import (
     batches,
     by_megatron,
     gap,
+    mixed,
     on_ranks,
     rank_learner,
 )
@@ -40,13 +41,6 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE)
 
 MIXTURE = ({"loss_weight": 0.5}, {"algorithm": {"name": "sapo"}, "loss_weight": 2.0})
 UPDATES = {"updates_per_step": 2}
-
-
-def mixed(batch: Batch) -> Batch:
-    """Odd groups are of the second env."""
-    names = list(dict.fromkeys(sample.group_id for sample in batch.samples))
-    samples = [dataclasses.replace(sample, mixture=names.index(sample.group_id) % 2) for sample in batch.samples]
-    return dataclasses.replace(batch, samples=samples)
 
 
 ALL_AT_ONCE = Case(

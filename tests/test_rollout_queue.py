@@ -213,6 +213,31 @@ def test_the_newest_unfinished_group_gives_way_first() -> None:
     assert late == [(0, False, False), (1, True, False)]
 
 
+def test_only_groups_that_no_other_can_overtake_are_given_ahead() -> None:
+    async def main() -> list[list[int]]:
+        queue = RolloutQueue(groups_per_step=2, max_staleness=1, first_step=0, last_step=9, order="ready")
+        for slot in await admitted(queue):
+            if slot < 2:
+                await queue.put(slot, group(slot, 0))
+        await queue.get(0)
+        await queue.advance(1)
+        assert await admitted(queue) == [4, 5]
+        asking, given, seen = asyncio.ensure_future(queue.next_finished(set())), [], set[int]()
+        for slot in (4, 5, 3, 2):  # 2 and 3 are due now, and there is no room for others
+            await queue.put(slot, group(slot, 1))
+            await settle()
+            if not asking.done():
+                given.append([])
+                continue
+            given.append([one.slot for one in asking.result()])
+            seen.update(given[-1])
+            asking = asyncio.ensure_future(queue.next_finished(seen))
+        assert sorted(one.slot for one in await queue.get(1)) == [2, 3]
+        return given
+
+    assert asyncio.run(main()) == [[], [], [3], []]
+
+
 def test_accounts_that_do_not_add_up_are_a_bug() -> None:
     queue = RolloutQueue(groups_per_step=1, max_staleness=0, first_step=0, last_step=1)
     queue._accounts[0].admitted += 1

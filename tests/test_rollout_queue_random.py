@@ -21,6 +21,7 @@ class Interleaved(RuleBasedStateMachine):
         self.done: list[tuple[str, object]] = []
         self.running: dict[int, int] = {}
         self.version = self.step = 0
+        self.promised: set[int] = set()  # what the next step takes, as the queue said while it waited
 
     @initialize(
         per_step=st.integers(1, 3),
@@ -54,6 +55,8 @@ class Interleaved(RuleBasedStateMachine):
     async def note_get(self) -> list[int]:
         got = [one.slot for one in await self.queue.get(self.step)]
         self.done.append(("get", got))
+        assert self.size.oversample or self.promised <= set(self.queue._taken)
+        self.promised = set()
         return got
 
     async def note_put(self, slot: int, version: int) -> None:
@@ -106,6 +109,8 @@ class Interleaved(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         self.queue.check()
+        if self.queue.step == self.step:
+            self.promised.update(self.queue._chosen())
         self.loop.run_until_complete(self.replay())
         self.admits = [task for task in self.admits if not task.done()]
         if self.getting is not None and self.getting.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,11 @@ def test_a_cancelled_request_leaves_its_place_and_a_long_one_is_cut() -> None:
 
 
 def simulated(
-    folder: Path, lengths: Any, *, seconds: float, publish: float = 0.5, **train: Any
+    folder: Path, lengths: Any, *, seconds: float, publish: float = 0.5, group_seconds: float = 0.0, **train: Any
 ) -> list[dict[str, Any]]:
     """The metrics of a run."""
     loop = SimulatedLoop()
-    learner = SimulatedLearner(loop, lambda batch: seconds)
+    learner = SimulatedLearner(loop, lambda batch: seconds, group_seconds=group_seconds)
     sampler = engine(lengths, publish_seconds=publish)
     loop.run(trainer(folder, half_a, learner, sampler=sampler, rollout={"max_new_tokens": 1000}, train=train).run())
     return read_lines(folder / "run" / "metrics.jsonl")
@@ -128,6 +129,16 @@ def test_in_lockstep_both_sides_wait_for_each_other(tmp_path: Path) -> None:
         assert line["time/episode_p50"] == line["time/episode_max"] == pytest.approx(1, abs=EXACT)
         assert line["perf/sampled_tokens_per_second"] == pytest.approx(80 / 3.5, rel=EXACT)
         assert line["perf/tokens_per_second"] == pytest.approx(80 / 3.5, rel=EXACT)
+
+
+def test_groups_that_are_streamed_take_no_time_of_the_step_but_the_last(tmp_path: Path) -> None:
+    options = {"seconds": 0.0, "group_seconds": 1.0, "groups_per_step": 3, "group_size": 2, "steps": 3}
+    ends = itertools.cycle([10, 30, 50, 70, 90, 110])  # tokens, of which there are ten in a second
+    for line in simulated(tmp_path, lambda seed: next(ends), **options):
+        assert line["time/prepare"] == pytest.approx(2, abs=EXACT)
+        assert line["time/train"] == pytest.approx(1, abs=EXACT)
+        assert line["time/learner_bubble"] == pytest.approx(11 - 2, abs=EXACT)
+        assert line["time/step"] == pytest.approx(11 + 1 + 0.5, abs=EXACT)
 
 
 def test_ahead_by_one_version_the_learner_never_waits(tmp_path: Path) -> None:

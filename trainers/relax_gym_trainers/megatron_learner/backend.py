@@ -192,6 +192,11 @@ class MegatronBackend:
 
         return finite("loss", self._run(part.micro_batches, self._end(part, loss, targets)), step)
 
+    def scale(self, factor: float) -> None:
+        """See `Backend.scale`."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+
     def imitate(self, part: Part[PackedBatch], *, step: int) -> float:
         """See `Backend.imitate`."""
 

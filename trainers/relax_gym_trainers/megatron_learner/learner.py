@@ -47,7 +47,9 @@ class MegatronLearner(Learner):
             start_timeout=options.start_timeout,
         )
         only = options.updates_per_step * options.epochs == 1
-        self._prepares = any(asked_for(algorithm, only=only) for algorithm in load_algorithms(context.config))
+        self._prepares = options.stream or any(
+            asked_for(algorithm, only=only) for algorithm in load_algorithms(context.config)
+        )
         self.version = 0
         self._finish: Callable[[], None] | None = None
 

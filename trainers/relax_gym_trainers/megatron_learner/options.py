@@ -20,7 +20,7 @@ class MegatronLearnerOptions(LearnerOptions):
 
     may_change = (
         *("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "sequence_parallel", "distributed_optimizer", "recompute"),
-        *("offload_reference", "offload_optimizer", "micro_batch_tokens", "logprob_chunk"),
+        *("offload_reference", "offload_optimizer", "stream", "micro_batch_tokens", "logprob_chunk"),
         *("checkpoint_model", "launcher", "timeout", "start_timeout"),
     )
 

@@ -71,6 +71,12 @@ class TorchBackend:
             distiller=piece.objective.distiller,
         )
 
+    def scale(self, factor: float) -> None:
+        """See `Backend.scale`."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor
+
     def imitate(self, part: Part[MicroBatch], *, step: int) -> float:
         """See `Backend.imitate`."""
         return accumulate_imitation_gradient(self.policy, part, step=step)

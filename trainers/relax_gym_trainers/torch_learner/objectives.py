@@ -41,6 +41,9 @@ class Backend(Protocol):
     def accumulate(self, piece: Piece, *, tally: Tally, first: bool, step: int) -> float:
         """Add a piece's gradient to what will be applied and return its loss; see `accumulate_policy_gradient`."""
 
+    def scale(self, factor: float) -> None:
+        """Multiply what gradient there is."""
+
     def imitate(self, part: Part[Any], *, step: int) -> float:
         """Add the gradient of the mean negative log-likelihood of the trained tokens and return that mean."""
 

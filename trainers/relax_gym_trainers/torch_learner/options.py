@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
+from relax_gym.algorithm import Algorithm
 from relax_gym.config import Options, RunConfig, load_algorithms
 from relax_gym.errors import ConfigError
 from relax_gym.section import Section
@@ -42,6 +44,11 @@ class LearnerOptions(Options):
     micro_batch_tokens: int = Field(4096, ge=1, description="most tokens, padding included, of one forward pass")
     updates_per_step: int = Field(1, ge=1, description="optimizer updates each batch is split into, by groups")
     epochs: int = Field(1, ge=1, description="how often each batch is gone through")
+    stream: bool = Field(
+        False,
+        description="train on groups as they finish, while others of their step are sampled; sums are then in another "
+        "order, so that a run is not the same bit for bit",
+    )
     logprob_chunk: int = Field(1024, ge=1, description="tokens whose logits over the vocabulary exist at one time")
     offload_optimizer: bool = Field(
         False,
@@ -53,24 +60,56 @@ class LearnerOptions(Options):
     )
 
     def check_run(self, config: RunConfig) -> None:
-        """Every update of a step must get the same number of groups."""
+        """Every update of a step must get the same number of groups, and groups that are streamed need no others."""
+        algorithms = load_algorithms(config)
+        if self.stream:
+            self._check_stream(config, algorithms)
         if config.train.groups_per_step % self.updates_per_step:
             raise ConfigError(
                 f"learner.updates_per_step = {self.updates_per_step} does not divide train.groups_per_step = "
                 f"{config.train.groups_per_step}; every update must get the same number of groups"
             )
-        if self.updates_per_step > 1 and any(algorithm.filter_quantiles for algorithm in load_algorithms(config)):
+        if self.updates_per_step > 1 and any(algorithm.filter_quantiles for algorithm in algorithms):
             raise ConfigError(
                 f"algorithm.filter_quantiles leaves a number of groups that learner.updates_per_step = "
                 f"{self.updates_per_step} need not divide, and every update must get the same number; set "
                 "updates_per_step = 1, or use filter_mean_range, which replaces what it drops"
             )
 
+    def _check_stream(self, config: RunConfig, algorithms: Sequence[Algorithm]) -> None:
+        if self.updates_per_step * self.epochs > 1:
+            raise ConfigError(
+                f"learner.stream with updates_per_step = {self.updates_per_step} and epochs = {self.epochs}: what is "
+                "there before a step is the gradient of one update; set both to 1"
+            )
+        if config.sampler.options.get("colocate"):
+            raise ConfigError(
+                "learner.stream with sampler.colocate: the servers have the devices' memory while groups are sampled; "
+                "leave one of the two out"
+            )
+        if any(algorithm.needs_batch for algorithm in algorithms):
+            raise ConfigError(
+                "learner.stream with an algorithm that looks at the whole batch, for its advantages or by "
+                "filter_quantiles; leave one of the two out, or take one that looks at groups, such as grpo"
+            )
+        if len({algorithm.aggregation == "token-mean" for algorithm in algorithms}) > 1:
+            raise ConfigError(
+                "learner.stream with algorithms of which some average over tokens and some over samples; give all the "
+                "same aggregation"
+            )
+
 
 class TorchLearnerOptions(LearnerOptions):
     """`[learner]` with `name = "torch"`."""
 
-    may_change = ("device", "micro_batch_tokens", "logprob_chunk", "activation_checkpointing", "offload_optimizer")
+    may_change = (
+        "device",
+        "stream",
+        "micro_batch_tokens",
+        "logprob_chunk",
+        "activation_checkpointing",
+        "offload_optimizer",
+    )
 
     device: str = Field("auto", description="auto: cuda if there is one, else cpu")
     activation_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
