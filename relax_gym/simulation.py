@@ -112,7 +112,7 @@ def heavy_tailed(median: float, sigma: float, most: int) -> Callable[[int], int]
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`left` seconds of decoding as of `since`, and the versions of the tokens that are sampled by then."""
+    """`left` tokens of decoding as of `since`, and the versions of the tokens that are sampled by then."""
 
     tokens: int
     left: float
@@ -130,7 +130,7 @@ class SimulatedEngine(Sampler):
 
     Args:
         lengths: tokens of a completion by the seed of its request, such as `heavy_tailed(…)`.
-        tokens_per_second: of one request, however many run beside it.
+        tokens_per_second: of one request, however many run beside it; or a function of how many are decoded at once.
         token: the id that completions consist of.
     """
 
@@ -139,12 +139,13 @@ class SimulatedEngine(Sampler):
         lengths: Callable[[int], int],
         *,
         concurrency: int,
-        tokens_per_second: float,
+        tokens_per_second: float | Callable[[int], float],
         publish_seconds: float = 0.0,
         token: int = 100,
     ) -> None:
         self._lengths, self._places = lengths, concurrency
-        self._speed, self._publish_seconds, self.token = tokens_per_second, publish_seconds, token
+        self._speed_of = tokens_per_second if callable(tokens_per_second) else lambda _: tokens_per_second
+        self._speed, self._publish_seconds, self.token = self._speed_of(1), publish_seconds, token
         self._version, self._opened, self._busy = -1, 0, 0.0
         self._paused = False
         self._waiting: list[tuple[float, int, _Request]] = []
@@ -197,7 +198,7 @@ class SimulatedEngine(Sampler):
         """A request's completion, once it is decoded."""
         wanted = self._lengths(params.seed or 0)
         tokens, loop = min(wanted, params.max_new_tokens), asyncio.get_running_loop()
-        request = _Request(tokens, tokens / self._speed, loop.create_future())
+        request = _Request(tokens, float(tokens), loop.create_future())
         heapq.heappush(self._waiting, (loop.time(), session, request))
         loop.call_later(INSTANT, self._fill)
         try:
@@ -216,11 +217,17 @@ class SimulatedEngine(Sampler):
             *_, request = heapq.heappop(self._waiting)
             self._running[request] = None
             self._go_on(request)
+        if not self._paused and self._speed != (speed := self._speed_of(max(1, len(self._running)))):
+            for request in self._running:
+                self._stop(request)
+            self._speed = speed
+            for request in self._running:
+                self._go_on(request)
 
     def _go_on(self, request: _Request) -> None:
         loop = asyncio.get_running_loop()
         request.since = loop.time()
-        request.timer = loop.call_later(request.left, self._finish, request)
+        request.timer = loop.call_later(request.left / self._speed, self._finish, request)
 
     def _stop(self, request: _Request) -> None:
         if request.timer is None:
@@ -228,9 +235,9 @@ class SimulatedEngine(Sampler):
         request.timer.cancel()
         request.timer = None
         passed = asyncio.get_running_loop().time() - request.since
-        request.left = max(0.0, request.left - passed)
+        request.left = max(0.0, request.left - passed * self._speed)
         self._busy += passed
-        sampled = request.tokens - math.ceil(request.left * self._speed - 1e-6)
+        sampled = request.tokens - math.ceil(request.left - 1e-6)
         request.versions += [self._version] * (sampled - len(request.versions))
 
     def _finish(self, request: _Request) -> None:

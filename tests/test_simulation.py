@@ -95,6 +95,17 @@ def test_weights_change_in_flight_and_tokens_know_their_version() -> None:
     assert busy == pytest.approx(10, abs=EXACT)
 
 
+def test_an_engine_may_be_slower_the_more_it_has_to_decode() -> None:
+    async def main() -> list[float]:
+        sampler = engine(lambda seed: seed, tokens_per_second=lambda running: 10.0 / running)
+        alone = asyncio.ensure_future(ask(sampler, 30))
+        await asyncio.sleep(1)
+        beside = asyncio.ensure_future(ask(sampler, 10))  # 20 are left: ten at half the speed, then ten alone
+        return [(await alone)[1], (await beside)[1]]
+
+    assert SimulatedLoop().run(main()) == pytest.approx([4, 3], abs=EXACT)
+
+
 def test_a_cancelled_request_leaves_its_place_and_a_long_one_is_cut() -> None:
     async def main() -> tuple[Completion, float]:
         sampler = engine(lambda seed: seed, concurrency=1)
