@@ -8,6 +8,8 @@ colocated   all GPUs sample, then all train; on-policy, and the servers' memory 
 hybrid      `--engine-gpus` sample while `--learner-gpus` wait, and the other way round; on-policy
 async-N     the same GPUs with `max_staleness = N`; weights change while answers are being sampled
 
+`-ready` after a mode's name is `order = "ready"`, and `-stream` after that trains on groups as they finish.
+
 Where one GPU is all there is, all modes share it, and async-N is a queue that runs ahead. On a CPU server and learner
 have a thread each, and colocated is hybrid with the calls that free memory, which free none there.
 
@@ -49,7 +51,7 @@ COLOCATED, HYBRID = "colocated", "hybrid"
 MODES = (COLOCATED, HYBRID, "async-1", "async-2", "async-4")
 SETTINGS = (
     *("model", "learner", "dtype", "engine_gpus", "learner_gpus", "seed", "groups", "group_size", "turns", "prompt"),
-    *("median", "sigma", "most", "micro_batch_tokens", "lr", "env", "order", "on_update", "server_args", "set"),
+    *("median", "sigma", "most", "micro_batch_tokens", "lr", "env", "on_update", "server_args", "set"),
 )
 """Runs with the same of these can be compared."""
 CLOSING_SECONDS = 40.0
@@ -61,14 +63,17 @@ CLOSING_SECONDS = 40.0
 
 def known(mode: str) -> str:
     """The mode. Raises ArgumentTypeError when there is no such."""
-    if mode in (COLOCATED, HYBRID) or re.fullmatch(r"async-[1-9]\d*", mode):
+    if mode == COLOCATED or re.fullmatch(rf"({HYBRID}|async-[1-9]\d*)(-ready)?(-stream)?", mode):
         return mode
-    raise argparse.ArgumentTypeError(f"{mode!r} is no mode; give {COLOCATED}, {HYBRID} or async-N, such as async-2")
+    said = (
+        f"{mode!r} is no mode; give {COLOCATED}, {HYBRID} or async-N, such as async-2, and after it -ready or -stream"
+    )
+    raise argparse.ArgumentTypeError(said)
 
 
 def staleness(mode: str) -> int:
     """Its `max_staleness`."""
-    return int(mode.removeprefix("async-")) if mode.startswith("async-") else 0
+    return int(mode.split("-")[1]) if mode.startswith("async-") else 0
 
 
 def total_steps(mode: str, args: argparse.Namespace) -> int:
@@ -100,7 +105,7 @@ def run_config(mode: str, model: Path, folder: Path, args: argparse.Namespace) -
             "groups_per_step": args.groups,
             "group_size": args.group_size,
             "max_staleness": staleness(mode),
-            "order": args.order,
+            "order": "ready" if "-ready" in mode else "slot",
         },
         "trackers": [],
     }
@@ -135,7 +140,7 @@ def sampler_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
 def learner_section(mode: str, args: argparse.Namespace) -> dict[str, Any]:
     """The learner and how many GPUs it has."""
     section: dict[str, Any] = {"name": args.learner, "lr": args.lr, "dtype": args.dtype}
-    section["micro_batch_tokens"] = args.micro_batch_tokens
+    section |= {"micro_batch_tokens": args.micro_batch_tokens, "stream": mode.endswith("-stream")}
     if args.learner == "megatron":
         together = mode == COLOCATED and GPU and not shared(args)
         section |= {"dp": args.learner_gpus + (args.engine_gpus if together else 0), "checkpoint_model": False}
@@ -297,7 +302,6 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of an answer's tokens")
     made.add_argument("--lr", type=float, default=1e-6 if GPU else 3e-3)
     made.add_argument("--env", default=rambling.ENV, help="another env's id")
-    made.add_argument("--order", default="slot", choices=["slot", "ready"])
     made.add_argument("--on-update", default="retract", choices=["abort", "retract", "keep"])
     made.add_argument("--set", action="append", default=[], metavar="[MODE:]KEY=VALUE", help="of the config; over ours")
     made.add_argument("--timelines", type=Path, metavar="FOLDER", help="keep and draw the timelines there")
