@@ -238,7 +238,7 @@ class Trainer:
         return groups
 
     def _prepare(self, groups: list[Group]) -> None:
-        self._learner.prepare(assign_credit(groups, self._parts.algorithms))
+        self._learner.prepare(assign_credit(groups, self._parts.algorithms, whole=False))
 
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
