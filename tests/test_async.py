@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,19 @@ def test_what_an_algorithm_does_over_a_batch_it_does_over_batches_only(
     run(trainer(tmp_path, half_a, learner, env=env, algorithm={"name": "reinforce_pp"}, train=options))
     assert any(event.startswith("prepared") for event in learner.events)
     assert seen == [batch.trained_tokens for batch in learner.batches]
+
+
+def test_learners_may_prepare_for_longer_than_groups_are_waited_for(tmp_path: Path) -> None:
+    class Slow(RecordingLearner):
+        def prepare(self, samples: list[TrainingSample]) -> None:
+            prepared.append(len(samples))
+            time.sleep(0.4)
+
+    prepared: list[int] = []
+    env = [{"id": "test/Tail-v0", "kwargs": {"passes": 20, "share": 2}}]
+    options = {"steps": 2, "groups_per_step": 4}
+    assert run(trainer(tmp_path, half_a, Slow(), env=env, train=options, supervision={"rollout": 0.3})).steps == 2
+    assert prepared
 
 
 def test_what_cannot_be_prepared_ends_the_run(tmp_path: Path) -> None:
