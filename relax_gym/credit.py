@@ -72,26 +72,29 @@ def batch_drop_reasons(groups: Sequence[Group], algorithms: Sequence[Algorithm])
     return reasons
 
 
-def assign_credit(groups: Sequence[Group], algorithms: Sequence[Algorithm]) -> list[TrainingSample]:
+def assign_credit(
+    groups: Sequence[Group], algorithms: Sequence[Algorithm], *, whole: bool = True
+) -> list[TrainingSample]:
     """All samples of the global batch; an episode's (or turn's) advantage stands at each of its trained tokens.
 
     `algorithms` has one for each `[[env]]`. What an algorithm does over the whole batch, it does over all samples of
     the envs that share it. With `kl_reward_coef` only the learner, who has the reference model, can finish the
-    advantages: see `subtract_kl`; until then they are float64.
+    advantages: see `subtract_kl`; until then they are float64. Groups that are not the `whole` batch get
+    advantages without what an algorithm does over it.
     """
     samples: list[TrainingSample] = []
     for algorithm in {id(algorithm): algorithm for algorithm in algorithms}.values():
         own = [group for group in groups if algorithms[group.mixture] is algorithm]
-        samples += _assign_credit(own, algorithm)
+        samples += _assign_credit(own, algorithm, whole=whole or not algorithm.needs_batch)
     order = {group.group_id: index for index, group in enumerate(groups)}
     return sorted(samples, key=lambda sample: order[sample.group_id])
 
 
-def _assign_credit(groups: Sequence[Group], algorithm: Algorithm) -> list[TrainingSample]:
+def _assign_credit(groups: Sequence[Group], algorithm: Algorithm, *, whole: bool) -> list[TrainingSample]:
     pairs = [pair for group in groups for pair in _credited(group, algorithm)]
     samples, advantages = [sample for sample, _ in pairs], [values for _, values in pairs]
     dtype = np.float64 if algorithm.kl_reward_coef else np.float32
-    if not algorithm.kl_reward_coef:
+    if whole and not algorithm.kl_reward_coef:
         advantages = _over_batch(samples, advantages, algorithm)
     return [with_advantage(sample, values, dtype=dtype) for sample, values in zip(samples, advantages, strict=True)]
 

@@ -37,8 +37,8 @@ class Learner(ABC):
         """
 
     def prepare(self, samples: Sequence[TrainingSample]) -> None:  # noqa: B027 (most learners have nothing to prepare)
-        """Samples of whole groups that the next `step` is likely to have: do what can be done. Their advantages are
-        those that they would have if they were the whole batch.
+        """Samples of whole groups that the next `step` is likely to have: do what can be done. Their advantages
+        lack what an algorithm does over the whole batch (`needs_batch`).
 
         Called while that step waits for other groups, after the weights were published. `step` must give the same
         without it, and with other samples than were prepared: bit for bit, but where an option of the learner says

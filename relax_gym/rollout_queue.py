@@ -227,7 +227,7 @@ class RolloutQueue:
 
     async def next_finished(self, seen: set[int]) -> list[Group]:
         """The finished groups that the next step will take and that are not in `seen`, once there are some; none once
-        the step can be taken. What is oversampled may overtake them."""
+        the step can be taken. What is oversampled may overtake them, or is older in a run that goes on."""
 
         def fresh() -> list[Group]:
             return [g for slot in self._chosen() if slot not in seen and (g := self._finished[slot]) is not None]

@@ -227,24 +227,24 @@ class Trainer:
 
     async def _collect(self, step: int, clock: StepClock) -> list[Group]:
         """The groups of a step. While it waits for the last ones, the learner prepares those that are there."""
-        seen: set[int] = set()
-        while groups := await self._queue.next_finished(seen):
+        seen, name = set[int](), f"the groups of step {step + 1}"
+        while groups := await self._supervisor.wait(name, "rollout", self._queue.next_finished(seen)):
             seen.update(group.slot for group in groups)
             preparing = self._thread.call(self._prepare, groups)
             with clock.part("prepare"):
                 await self._supervisor.wait(f"the learner, to prepare {len(groups)} groups", "learner", preparing)
-        groups = await self._queue.get(step)
+        groups = await self._supervisor.wait(name, "rollout", self._queue.get(step))
         self._producer.count()
         return groups
 
     def _prepare(self, groups: list[Group]) -> None:
-        self._learner.prepare(assign_credit(groups, self._parts.algorithms))
+        self._learner.prepare(assign_credit(groups, self._parts.algorithms, whole=False))
 
     async def _step(self, step: int) -> None:
         """Train on the groups of one step, publish, log, and only then let the next rollouts start."""
         clock = StepClock()
         self._producer.meter.step_begins()
-        waiting = self._supervisor.wait(f"the groups of step {step + 1}", "rollout", self._collect(step, clock))
+        waiting = self._collect(step, clock)
         leave = step % self._config.train.update_every == 0  # else its checkpoint would be of weights never published
         played = await (self._stopping.unless_asked(waiting) if leave else waiting)
         groups = self._filter_batch(step + 1, played)

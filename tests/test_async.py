@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 from train_cases import TOKENIZER, half_a, run, trainer
 
 import relax_gym
+from relax_gym.algorithm import FloatArray
 from relax_gym.errors import ConfigError, TrainingError
 from relax_gym.lines import read_lines
 from relax_gym.run_folder import RunFolder
 from relax_gym.testing import RecordingLearner, ScriptedSampler
 from relax_gym.train import Trainer
 from relax_gym.types import Batch, Metrics, TrainingSample
+from relax_gym_trainers.algorithms.reinforce_pp import ReinforcePP
 
 
 class Tail(relax_gym.Env):
@@ -197,6 +200,38 @@ def test_what_is_there_is_prepared_while_a_step_waits_and_never_beside_a_publica
     trained = {sample.episode_id: sample.advantages.tolist() for batch in learner.batches for sample in batch.samples}
     assert learner.advantages.items() <= trained.items()
     assert any(any(values) for values in learner.advantages.values())
+
+
+def test_what_an_algorithm_does_over_a_batch_it_does_over_batches_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    whole = ReinforcePP.batch_advantages
+
+    def noted(self: ReinforcePP, advantages: FloatArray) -> FloatArray:
+        seen.append(len(advantages))
+        return whole(self, advantages)
+
+    monkeypatch.setattr(ReinforcePP, "batch_advantages", noted)
+    learner = Prepares()
+    env = [{"id": "test/Tail-v0", "kwargs": {"passes": 20, "share": 2}}]
+    options = {"steps": 4, "groups_per_step": 4, "max_staleness": 1}
+    run(trainer(tmp_path, half_a, learner, env=env, algorithm={"name": "reinforce_pp"}, train=options))
+    assert any(event.startswith("prepared") for event in learner.events)
+    assert seen == [batch.trained_tokens for batch in learner.batches]
+
+
+def test_learners_may_prepare_for_longer_than_groups_are_waited_for(tmp_path: Path) -> None:
+    class Slow(RecordingLearner):
+        def prepare(self, samples: list[TrainingSample]) -> None:
+            prepared.append(len(samples))
+            time.sleep(0.4)
+
+    prepared: list[int] = []
+    env = [{"id": "test/Tail-v0", "kwargs": {"passes": 20, "share": 2}}]
+    options = {"steps": 2, "groups_per_step": 4}
+    assert run(trainer(tmp_path, half_a, Slow(), env=env, train=options, supervision={"rollout": 0.3})).steps == 2
+    assert prepared
 
 
 def test_what_cannot_be_prepared_ends_the_run(tmp_path: Path) -> None:

@@ -106,6 +106,42 @@ def test_what_the_step_does_not_have_is_not_trained_on(tiny: Path) -> None:
         assert found.metrics[0]["streamed_tokens"] == 0
 
 
+def test_what_is_there_twice_counts_as_often_as_the_step_has_it(tiny: Path) -> None:
+    batch = random_batch(1, groups=4)
+    groups = by_group(batch.samples)
+    more = dataclasses.replace(batch, samples=[*batch.samples, groups[1][0], groups[3][0]])
+    plain = streamed(torch_learner(tiny, Case()), [more], [])
+    assert apart(streamed(torch_learner(tiny, Case(), **STREAM), [more], [slice(0, 2)]), plain) == {}
+    plain = streamed(torch_learner(tiny, Case()), [batch], [])
+    twice = torch_learner(tiny, Case(), **STREAM)
+    assert apart(streamed(twice, [batch], [slice(0, 2), slice(1, 3)]), plain) == {}
+
+
+def test_a_group_that_another_env_has_by_now_begins_anew(tiny: Path) -> None:
+    case, batch = CASES["mixture"], random_batch(1, groups=4)
+    plain, found = torch_learner(tiny, case), torch_learner(tiny, case, **STREAM)
+    found.prepare(by_group(batch.samples)[1])
+    assert apart(streamed(found, [mixed(batch)], []), streamed(plain, [mixed(batch)], [])) == {}
+
+
+def test_what_failed_in_the_middle_is_not_trained_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = random_batch(1, groups=4)
+    plain, found = torch_learner(tiny, Case()), torch_learner(tiny, Case(), **STREAM)
+    first, second, *_ = by_group(batch.samples)
+    found.prepare(first)
+    accumulate = found.backend.accumulate
+
+    def fails(piece: Any, **options: Any) -> float:
+        accumulate(piece, **options)
+        raise TrainingError("the device has no memory left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(found.backend, "accumulate", fails)
+        with pytest.raises(TrainingError, match="no memory left"):
+            found.prepare(second)
+    assert apart(streamed(found, [batch], []), streamed(plain, [batch], [])) == {}
+
+
 def test_a_warm_up_between_leaves_nothing_of_it(tiny: Path) -> None:
     batch = random_batch(1, groups=4)
     plain, found = torch_learner(tiny, Case()), torch_learner(tiny, Case(), **STREAM)

@@ -17,7 +17,7 @@ from relax_gym_trainers.streaming import Stream, denominator
 from relax_gym_trainers.torch_learner.objectives import Backend, Objective, Piece, shape
 from relax_gym_trainers.torch_learner.optimizer import learning_rate
 from relax_gym_trainers.torch_learner.options import LearnerOptions
-from relax_gym_trainers.torch_learner.scores import by_group, name_of
+from relax_gym_trainers.torch_learner.scores import by_group
 from relax_gym_trainers.torch_learner.update import Part, Tally, check_sampled
 
 
@@ -105,8 +105,9 @@ class PolicyLearner(Learner):
             objective.prepare([samples[index] for index in own], only=self._only_update)
         if self.options.stream:
             check_sampled(samples, step=self.version + 1)
-            self._stream = self._stream or self._begin_stream()
-            self._add(self._stream, samples)
+            stream, self._stream = self._stream or self._begin_stream(), None  # nothing is left of one that fails
+            self._add(stream, samples)
+            self._stream = stream
 
     def imitate(self, batch: Batch, *, lr: float) -> Metrics:
         """One supervised step at the run's temperature. The first `step` drops its optimizer's state."""
@@ -158,7 +159,7 @@ class PolicyLearner(Learner):
                 alone = dataclasses.replace(piece, part=part)
                 stream.loss += self._accumulate(alone, stream.tally, first=True)
                 stream.parts.append(part)
-        stream.samples |= {name_of(sample): sample for sample in samples}
+        stream.samples += samples
 
     def _finish_stream(self, samples: Sequence[TrainingSample], lr: float) -> Updates:
         """The one update of a step, of whose samples some may have been added up before it."""
