@@ -44,10 +44,12 @@ def run(folder: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[list[
     return read_lines(folder / "metrics.jsonl"), [turn["context_ids"] + turn["token_ids"] for turn in turns]
 
 
-def test_a_run_on_two_ranks_is_that_of_the_torch_learner(tmp_path: Path) -> None:
-    expected, played = run(tmp_path / "torch")
-    found, replayed = run(tmp_path / "megatron", "learner.name=megatron", "learner.tp=2")
-    own = ("time/", "perf/", "seconds", "padded_tokens", "prefix_saved_tokens")
+@pytest.mark.parametrize("both", [[], ["learner.updates_per_step=1", "learner.stream=true"]], ids=["whole", "streamed"])
+def test_a_run_on_two_ranks_is_that_of_the_torch_learner(tmp_path: Path, both: list[str]) -> None:
+    expected, played = run(tmp_path / "torch", *both)
+    found, replayed = run(tmp_path / "megatron", "learner.name=megatron", "learner.tp=2", *both)
+    own = ("time/", "perf/", "seconds", "padded_tokens", "prefix_saved_tokens", "streamed_tokens")
+    assert any(line.get("learner/streamed_tokens") for line in found) == bool(both)
     assert replayed == played  # the samplers' weights are so near that all draw the same tokens
     assert [set(line) for line in found] == [set(line) for line in expected]
     for ours, theirs in zip(found, expected, strict=True):
