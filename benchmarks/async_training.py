@@ -372,7 +372,7 @@ def main() -> None:
             row = measure(mode, model, Path(folder) / mode, args, seconds)
             print(f"{mode}: {row.get('error', 'measured')}", flush=True)
             rows.append(row)
-            rows.sort(key=lambda row: (row["mode"] != COLOCATED, row["mode"] != HYBRID, row["mode"]))
+            rows.sort(key=lambda row: (row["mode"] != COLOCATED, not row["mode"].startswith(HYBRID), row["mode"]))
             compare(rows)
             finish({**head, "rows": rows}, name, args)
     show(rows)
