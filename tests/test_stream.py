@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from learner_cases import qwen3, random_batch, save_model
-from megatron_learner_kit import Case, Folders, Outcome, batches, gap, mixed, on_ranks, rank_learner
+from megatron_learner_kit import Case, mixed
+from stream_kit import STREAM, apart, streamed
 
 from relax_gym.config import RunConfig, load_algorithms
 from relax_gym.errors import ConfigError, TrainingError
-from relax_gym.types import Batch, TrainingSample
-from relax_gym_trainers.megatron_learner.parallel import Layout
-from relax_gym_trainers.megatron_learner.rank_service import Place
-from relax_gym_trainers.policy_learner import PolicyLearner
+from relax_gym.types import TrainingSample
 from relax_gym_trainers.torch_learner.learner import TorchLearner
 from relax_gym_trainers.torch_learner.options import TorchLearnerOptions
 from relax_gym_trainers.torch_learner.scores import by_group
 
-pytest_plugins = ["megatron_fixtures"]
 pytestmark = pytest.mark.usefixtures("one_thread")
-TOLERANCE = 3e-5  # sums in another order, of a loss of nearly 0, too
-STREAM = {"stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +29,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def torch_learner(folder: Path, case: Case, **options: Any) -> TorchLearner:
     told = {"dtype": "float32", "device": "cpu", "lr": 1e-2, "eps": 1e-3, "micro_batch_tokens": 60}
     return TorchLearner(case.context(folder), TorchLearnerOptions(**told | case.options | options))
-
-
-def streamed(trainer: PolicyLearner, batches: Sequence[Batch], ahead: Sequence[slice]) -> Outcome:
-    """Steps before each of which these of its groups were prepared."""
-    metrics = []
-    for batch in batches:
-        groups = by_group(batch.samples)
-        for some in ahead:
-            trainer.prepare([sample for group in groups[some] for sample in group])
-        metrics.append(trainer.step(batch))
-    return Outcome(metrics, {name: tensor.clone() for name, tensor in trainer.weights()})
-
-
-def apart(found: Outcome, plain: Outcome) -> dict[str, float]:
-    """What is further apart than sums in another order are; what only streams say is left out."""
-    metrics = [{name: value for name, value in one.items() if name != "streamed_tokens"} for one in found.metrics]
-    return {name: far for name, far in gap(Outcome(metrics, found.weights), plain).items() if far > TOLERANCE}
 
 
 CASES = {
@@ -178,37 +155,3 @@ def test_what_does_not_go_with_it_is_refused(tiny: Path, sections: dict[str, Any
     assert load_algorithms(config)
     with pytest.raises(ConfigError, match=said):
         options.check_run(config)
-
-
-# Ranks ----------------------------------------------------------------------------------------------------------------
-
-
-def both(layout: Layout, place: Place, folder: Path, case: Case) -> list[Outcome]:
-    """Without and with streaming, group by group in another order than the batch's."""
-    found = []
-    for number, options in enumerate(({}, STREAM)):
-        trainer = rank_learner(layout, place, number, folder, dataclasses.replace(case, options=case.options | options))
-        found.append(streamed(trainer, case.steps, AHEAD["each"][:3] if options else []))
-        trainer.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        (Layout(dp=2), "dense"),
-        pytest.param(Layout(tp=2, pp=2), "dense", marks=pytest.mark.slow),
-        pytest.param(Layout(pp=2, vpp=2), "deep", marks=pytest.mark.slow),
-        pytest.param(Layout(cp=2), "dense", marks=pytest.mark.slow),
-        pytest.param(Layout(dp=2, ep=2), "experts", marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_ranks_stream(folders: Folders, layout: Layout, model: str) -> None:
-    steps = [mixed(batch) for batch in batches(2, groups=4, size=2)]
-    envs = ({"loss_weight": 0.5}, {"algorithm": {"name": "sapo", "aggregation": "seq-mean-token-mean"}})
-    algorithm = {"kl_coef": 0.1, "entropy_coef": 0.01}
-    case = Case(algorithm=algorithm, envs=envs, steps=steps, options={"distributed_optimizer": layout.dp > 1})
-    for plain, found in on_ranks(layout, both, folders[model], case):
-        assert apart(found, plain) == {}
-        assert all(0 < one["streamed_tokens"] < one["trained_tokens"] for one in found.metrics)
