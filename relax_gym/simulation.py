@@ -217,12 +217,19 @@ class SimulatedEngine(Sampler):
             *_, request = heapq.heappop(self._waiting)
             self._running[request] = None
             self._go_on(request)
-        if not self._paused and self._speed != (speed := self._speed_of(max(1, len(self._running)))):
-            for request in self._running:
-                self._stop(request)
-            self._speed = speed
-            for request in self._running:
-                self._go_on(request)
+        if not self._paused:
+            self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """As many run as run now."""
+        speed = self._speed_of(max(1, len(self._running)))
+        if speed == self._speed:
+            return
+        for request in self._running:
+            self._stop(request)
+        self._speed = speed
+        for request in self._running:
+            self._go_on(request)
 
     def _go_on(self, request: _Request) -> None:
         loop = asyncio.get_running_loop()
