@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
     """A function of tensors, the first of them on a GPU: compiled there, for any number of rows of the first and of
-    those that have as many. As it is elsewhere, and where it cannot be compiled."""
+    those that have as many. As it is elsewhere, where it cannot be compiled, and for a lone row, for which a compiler
+    would begin again, in the middle of a run."""
     works = True
     kinds: set[tuple[Any, ...]] = set()  # of arguments that it was compiled for
 
@@ -31,7 +32,7 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **options: P.kwargs) -> T:
         nonlocal works
         first: Any = args[0]
-        if not (works and first.is_cuda):
+        if not (works and first.is_cuda and len(first) > 1):
             return function(*args, **options)
         if (kind := _kind(args)) not in kinds:
             kinds.add(kind)
