@@ -248,7 +248,7 @@ def main() -> None:
             (ROOT / "benchmarks/results/async_simulation_cpu.json").write_text(json.dumps(result, indent=2) + "\n")
             shown = {mode: places / str(BY_PLACES.index(mode)) for mode in (Mode(0), Mode(2))}
             files = {f"max_staleness = {mode.max_staleness}": path / "timeline.json" for mode, path in shown.items()}
-            draw(files, ROOT / "docs/async_timeline.png", first=6, steps=3)
+            draw({mode: (file, 6) for mode, file in files.items()}, ROOT / "docs/async_timeline.png", steps=3)
 
 
 if __name__ == "__main__":

@@ -279,6 +279,19 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def draw_timelines(args: argparse.Namespace) -> None:
+    """Two steps of the first mode, and as many seconds of the others, where enough steps were made."""
+    files = {mode: (args.timelines / f"{mode}.json", args.warmups + staleness(mode)) for mode in args.modes}
+    whole = {mode: (file, first) for mode, (file, first) in files.items() if steps_in(file) > first + 2}
+    if whole:
+        draw(whole, args.timelines / "timelines.png", steps=2)
+
+
+def steps_in(timeline: Path) -> int:
+    """How many the learner made."""
+    return len(learner_spans(timeline, "step")) if timeline.exists() else 0
+
+
 # All runs -------------------------------------------------------------------------------------------------------------
 
 
@@ -377,10 +390,7 @@ def main() -> None:
             finish({**head, "rows": rows}, name, args)
     show(rows)
     if args.timelines:
-        files = {mode: args.timelines / f"{mode}.json" for mode in args.modes}
-        whole = {mode: file for mode, file in files.items() if file.exists() and len(learner_spans(file, "step")) > 3}
-        if whole:
-            draw(whole, args.timelines / "timelines.png", first=1, steps=2)
+        draw_timelines(args)
 
 
 if __name__ == "__main__":
