@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from relax_gym.types import Metrics
+from relax_gym_trainers import host_state
+from relax_gym_trainers.megatron_learner.optimizer import inner
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank import RankLearner
 from relax_gym_trainers.megatron_learner.rank_service import Place
@@ -27,15 +29,30 @@ def kept(trainer: RankLearner) -> list[Tensor]:
     return own(trainer.optimizer.chained_optimizers[0].optimizer, trainer.backend.chunks)
 
 
+class Steps:
+    """Where an optimizer has such tensors while it steps, and how often it does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module]) -> None:
+        self.places: set[int] = set()
+        self.number = 0
+        self._modules = modules
+        optimizer.register_step_post_hook(self._look)
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.places |= {tensor.data_ptr() for tensor in own(optimizer, self._modules)}
+        self.number += 1
+
+
 def own(optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module]) -> list[Tensor]:
     model = {p.untyped_storage().data_ptr() for module in modules for p in module.parameters()}
     found = [p for group in optimizer.param_groups for p in group["params"]]
-    found += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    found += [value for p in found for value in optimizer.state[p].values() if value.dim()]
     return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in model]
 
 
 def trained(layout: Layout, place: Place, folder: Path, options: dict[str, Any], out: Path) -> list[Found]:
     """A warm-up, two steps, a checkpoint and two more; then the latter two by learners that load it."""
+    host_state.PIECE_BYTES = 1 << 14
     found = []
     for number, (saves, offload) in enumerate(((True, False), (True, True), (False, False), (False, True))):
         case = Case(algorithm={"kl_coef": 0.1}, options={**options, "offload_optimizer": offload})
@@ -48,9 +65,12 @@ def trained(layout: Layout, place: Place, folder: Path, options: dict[str, Any],
             trainer.finish_save()
         else:
             trainer.load(checkpoint)
-        places = {tensor.data_ptr() for tensor in kept(trainer)}
+        steps = Steps(inner(trainer.optimizer)[0], trainer.backend.chunks)
         metrics += [trainer.step(random_batch(seed)) for seed in range(2, 4)]
-        assert (places == {tensor.data_ptr() for tensor in kept(trainer)}) != offload
+        places = {tensor.data_ptr() for tensor in kept(trainer)}
+        assert steps.places.isdisjoint(places) if offload else steps.places == places
+        updates = 2 * options.get("updates_per_step", 1)
+        assert steps.number > updates if offload else steps.number == updates
         found.append((without_times(metrics), weights(trainer)))
         trainer.close()
     return found
@@ -70,7 +90,8 @@ def test_steps_and_checkpoints_are_the_same_bit_for_bit(tmp_path: Path, options:
             assert all(torch.equal(last[name], value) for name, value in found.items())
 
 
-def test_the_torch_learner_takes_the_same_steps(tmp_path: Path) -> None:
+def test_the_torch_learner_takes_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_state, "PIECE_BYTES", 1 << 14)
     folder = save_model(tmp_path / "model", qwen3())
     found = []
     for offload in (False, True):
@@ -79,9 +100,11 @@ def test_the_torch_learner_takes_the_same_steps(tmp_path: Path) -> None:
         checkpoint = tmp_path / f"offload {offload}"
         trainer.export(checkpoint)
         trainer.save_state(checkpoint)
-        places = {tensor.data_ptr() for tensor in own(trainer.optimizer, [trainer.policy.model])}
+        steps = Steps(trainer.optimizer, [trainer.policy.model])
         metrics.append(trainer.step(random_batch(1)))
-        assert (places == {tensor.data_ptr() for tensor in own(trainer.optimizer, [trainer.policy.model])}) != offload
+        places = {tensor.data_ptr() for tensor in own(trainer.optimizer, [trainer.policy.model])}
+        assert steps.places.isdisjoint(places) if offload else steps.places == places
+        assert steps.number > 1 if offload else steps.number == 1
         found.append((without_times(metrics), weights(trainer)))
     for offload in (False, True):
         trainer = learner(context(folder), offload_optimizer=offload)
@@ -93,7 +116,10 @@ def test_the_torch_learner_takes_the_same_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_only_weights_are_there_while_the_learner_rests(tmp_path: Path) -> None:
+def test_on_a_gpu_only_weights_are_there_while_the_learner_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_state, "PIECE_BYTES", 1 << 24)
     folder = save_model(tmp_path / "model", Qwen3Config(**TINY | {"hidden_size": 512, "intermediate_size": 8192}))
     found = {}
     for number, offload in enumerate((False, False, True)):  # the first has cuBLAS take its workspaces, for good

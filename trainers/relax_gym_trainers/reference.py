@@ -51,9 +51,13 @@ class Reference:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned if it comes from a GPU; there before `settle` returns."""
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
+    """A copy in host memory; there before `settle` returns."""
+    return room_on_host(tensor).copy_(tensor, non_blocking=True)
+
+
+def room_on_host(tensor: Tensor) -> Tensor:
+    """Host memory for it, pinned if it is on a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def settle(devices: Sequence[torch.device]) -> None:
