@@ -13,7 +13,7 @@ from torch import Tensor
 from relax_gym_trainers.reference import on_host, room_on_host, settle
 
 PIECE_BYTES = 1 << 30
-"""Of moments that come together; two such pieces are on the device at a time."""
+"""Of moments that fill a piece, which ends with the parameter that does. Two pieces are on the device at a time."""
 
 Slot = tuple[dict[str, Any], str]
 """An optimizer's state of a parameter, and a key of it."""
@@ -39,11 +39,11 @@ class HostState:
     def on_device(self) -> Iterator[None]:
         """The optimizers can step."""
         homes = [copy.data for copy in self._copies]
-        for copy in self._copies:
-            copy.data = copy.data.to(self._device, copy=True, non_blocking=True)
         for optimizer in self._optimizers:
             optimizer.step = functools.partial(self._step, optimizer, optimizer.step)  # type: ignore[assignment]
         try:
+            for copy in self._copies:
+                copy.data = copy.data.to(self._device, copy=True, non_blocking=True)
             yield
         finally:
             for optimizer in self._optimizers:
@@ -146,11 +146,13 @@ def _lanes(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Of so many parameters each that two moments of them, in float32, have `PIECE_BYTES`."""
     piece: list[Tensor] = []
+    size = 0
     for parameter in parameters:
         piece.append(parameter)
-        if sum(8 * one.numel() for one in piece) >= PIECE_BYTES:
+        size += 8 * parameter.numel()
+        if size >= PIECE_BYTES:
             yield piece
-            piece = []
+            piece, size = [], 0
     if piece:
         yield piece
 
