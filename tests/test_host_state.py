@@ -145,3 +145,17 @@ def test_both_directions_are_used_at_once(monkeypatch: pytest.MonkeyPatch) -> No
             assert gpu.asked["host memory"] == asked  # what is there is used again
             at_once.add(gpu.at_once)
     assert max(at_once) == 2
+
+
+def test_what_a_checkpoint_brings_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu(monkeypatch, 0) as gpu:
+        update = Update(gpu)
+        assert update.host is not None
+        update.offloaded()
+        for state in update.optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].clone()
+        update.host.leave()
+        assert all(tensor.is_pinned() for _, *moments in update.tensors() for tensor in moments)
+        update.offloaded()
+        gpu.settle()
+        assert all(map(same, update.tensors(), wanted(2)))

@@ -53,13 +53,18 @@ class HostState:
             self.leave()
 
     def leave(self) -> None:
-        """What is on a GPU goes to host memory."""
+        """What is on a GPU goes to host memory, and what a checkpoint has brought there is pinned for one."""
         for copy in self._copies:
-            copy.data = _at_home(copy.data)
+            copy.data = self._at_home(copy.data)
         for optimizer in self._optimizers:
             for state, name in _slots(optimizer.state.values()):
-                state[name] = _at_home(state[name])
+                state[name] = self._at_home(state[name])
         settle([self._device])
+
+    def _at_home(self, tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            return on_host(tensor)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor  # itself where it is pinned
 
     def _step(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """What `step`, the optimizer's own, does, for some parameters after others."""
@@ -160,7 +165,3 @@ def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _slots(states: Iterable[dict[str, Any]]) -> list[Slot]:
     """Where moments are. The count of steps, a scalar, stays where its optimizer wants it."""
     return [(state, name) for state in states for name, value in state.items() if getattr(value, "ndim", 0)]
-
-
-def _at_home(tensor: Tensor) -> Tensor:
-    return on_host(tensor) if tensor.is_cuda else tensor
