@@ -79,15 +79,11 @@ class World:
     version: int = 0
     drops: int = 0
     consumed: Counter[int] = field(default_factory=Counter)
-    resumed: bool = False  # with kept groups
-    kept: dict[int, int] = field(
-        default_factory=dict
-    )  # finished groups of before, with the version of their first token
 
     def fork(self) -> World:
         """The same, to go on from in another way."""
         other = copy.copy(self)
-        other.running, other.consumed, other.kept = dict(self.running), Counter(self.consumed), dict(self.kept)
+        other.running, other.consumed = dict(self.running), Counter(self.consumed)
         other.queue = queue = copy.copy(self.queue)
         queue._due, queue._finished, queue._waiting = dict(queue._due), dict(queue._finished), list(queue._waiting)
         queue._accounts, queue._changed = queue._accounts.copy(), asyncio.Condition()
@@ -148,8 +144,6 @@ class World:
         queue.check()
         assert set(self.running) == set(queue._due) - set(queue._finished)
         assert queue._next == queue._step * size.groups_per_step + len(queue.unfinished), "a slot was lost"
-        if self.resumed:  # groups that are due earlier than slots given out before them
-            return
         for due in set(queue._due.values()):
             outstanding = sum(step <= due for step in queue._due.values()) + len(queue._waiting)
             assert outstanding <= (due - queue._step + 1) * size.groups_per_step + size.oversample, "too many are due"
@@ -158,10 +152,7 @@ class World:
         slot = now(self.queue.admit())
         if slot is None:
             return False
-        if slot in self.kept:
-            now(self.queue.put(slot, group(slot, self.kept.pop(slot))))
-        else:
-            self.running[slot] = self.version
+        self.running[slot] = self.version
         return True
 
     def _finish(self, slot: int) -> bool:
@@ -182,7 +173,7 @@ class World:
         late = self.queue.account().dropped["late"]
         groups = now(self.queue.get(self.step))  # raises StalenessError
         assert len(groups) <= self.size.groups_per_step
-        assert self.resumed or self.queue.account().dropped["late"] - late <= self.size.oversample
+        assert self.queue.account().dropped["late"] - late <= self.size.oversample
         self.consumed.update(one.slot for one in groups)
         assert max(self.consumed.values(), default=1) == 1, "a slot was trained on twice"
         self.training = True
@@ -202,17 +193,24 @@ class World:
         """The run breaks off after a step, and goes on from its checkpoint. What it had in hand is gone."""
         if self.training or self.step in (0, self.size.last_step) or not (self.running or self.queue._finished):
             return False
-        self.version, self.running, self.kept = self.step // self.size.update_every, {}, {}
+        self.version, self.running = self.step // self.size.update_every, {}
         self.queue = self.size.queue(self.step, self.queue.unfinished)
         self.queue._on_late = lambda slot, late, empty: self.running.pop(slot, None)
         return True
 
     def _resume_kept(self) -> bool:
-        """The same, but finished groups are kept; each is there as soon as its slot is given out again."""
-        kept = {one.slot: one.trajectories[0].turns[0].completion.versions[0] for one in self.queue.waiting()}
-        if not kept or not self._resume():
+        """The same, but finished groups are kept, each handed in as its slot is given out again. The producer gives out
+        all slots that were begun before a step can be asked for: no limit is known until an episode has ended."""
+        kept = {one.slot: one for one in self.queue.waiting()}
+        if not kept or not self.size.max_staleness or not self._resume():
             return False
-        self.kept, self.resumed = kept, True
+        self.queue._limit = None
+        for slot in self.queue.unfinished:
+            self._admit()
+            if slot in kept:
+                self.running.pop(slot)
+                now(self.queue.put(slot, kept[slot]))
+        self.queue._limit = self.size.limit
         return True
 
 

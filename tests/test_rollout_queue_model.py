@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from queue_model import Size, explore
+from queue_model import Size, World, explore
 
 RULES = [("slot", 0), ("ready", 0), ("ready", 1)]
 
@@ -36,6 +36,19 @@ def test_k101_single_groups_neither_wait_for_ever_nor_break_the_bound(
 @pytest.mark.parametrize("rule", RULES)
 def test_k101_pairs_of_groups_on_policy(rule: tuple[str, int]) -> None:
     check(2, 0, 3, rule, 1, None)
+
+
+def test_a_run_that_goes_on_with_the_groups_it_had_finished_is_another_world_than_one_without() -> None:
+    async def after() -> dict[str, World]:
+        size = Size(groups_per_step=1, max_staleness=1, last_step=3)
+        world = World(size, size.queue(0, []), 0).fork()
+        for event in ("admit", "finish 0", "take", "admit", "finish 1", "publish"):
+            world = dict(world.futures())[event]
+        return dict(world.futures())
+
+    worlds = asyncio.run(after())
+    assert worlds["resume"].key != worlds["resume_kept"].key
+    assert worlds["resume_kept"].queue.queued == 1
 
 
 @pytest.mark.slow
