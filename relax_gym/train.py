@@ -120,6 +120,7 @@ class Trainer:
 
     async def run(self) -> RunResult:
         """Warm up, then train to the last step. Whatever happens, everything is closed and no finished group lost."""
+        steps = self._config.train.steps
         async with Cleanup() as cleanup:
             cleanup.enter_context(self._stopping.listening())
             await cleanup.enter_async_context(self._supervisor)
@@ -131,14 +132,9 @@ class Trainer:
                 raise self._stopped() from None
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._producer.run())
-                for step in range(self._start, self._config.train.steps):
+                for step in range(self._start, steps):
                     await self._step_or_stop(step)
-        return RunResult(
-            run_dir=self._folder.path,
-            steps=self._config.train.steps,
-            metrics=self._metrics,
-            evaluations=self._evaluations,
-        )
+        return RunResult(run_dir=self._folder.path, steps=steps, metrics=self._metrics, evaluations=self._evaluations)
 
     async def _start_up(self, cleanup: Cleanup) -> None:
         await self._begin(cleanup)
@@ -309,6 +305,8 @@ class Trainer:
         at_version = self._done % self._config.train.update_every == 0
         if not self._stopping.asked or not at_version or self._done == self._config.train.steps:
             return
+        idle = self._thread.call(int)  # a step that was left may have the learner prepare
+        await self._supervisor.wait("the learner, to end what it prepares", "learner", idle)
         if self._saved != self._done:
             await self._save(self._done, whole=True)
         await self._call_checkpoint(self._checkpoints.finish)

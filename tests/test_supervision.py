@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from relax_gym.scoring import WeightedReward
 from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import BLOCKED_EXIT_CODE
 from relax_gym.testing import RecordingLearner, ScriptedSampler
-from relax_gym.types import Batch, Trajectory
+from relax_gym.types import Batch, TrainingSample, Trajectory
 from relax_gym.workers import WorkerThreads
 
 
@@ -330,6 +331,24 @@ def test_a_signal_does_not_wait_for_rollouts(tmp_path: Path) -> None:
         asyncio.run(main())
     assert caught.group_contains(Stopped, match="before its first step was trained")
     assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_a_signal_waits_for_what_is_prepared_as_long_as_that_may_take(tmp_path: Path) -> None:
+    class Prepares(RecordingLearner):
+        done = False
+
+        def prepare(self, samples: Sequence[TrainingSample]) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1.0)
+            self.done = True
+
+    learner = Prepares()
+    env = [{"id": "test/OneOrTwo-v0"}, {"id": "test/Silent-v0", "weight": 0.2}]
+    limits = {"checkpoint": 0.5, "rollout": 30}
+    with pytest.raises(BaseExceptionGroup) as caught:
+        run(trainer(tmp_path, half_a, learner, env=env, train={"groups_per_step": 8}, supervision=limits))
+    assert caught.group_contains(Stopped, match="before its first step was trained")
+    assert learner.done
 
 
 CHILD = """
