@@ -21,6 +21,7 @@ from relax_gym.plugins import plugins
 if TYPE_CHECKING:
     from relax_gym.types import Metrics, Trajectory
 
+LAG, TAIL = "staleness/tokens_lag_", "time/episode_p95"
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
 FAULTS = {
@@ -148,6 +149,7 @@ class Display:
             for title, text, names in PANEL
             if all(name in metrics for name in names)
         ]
+        facts += shares_and_tails(metrics)
         counted = [f"{name} {count:g}" for name, count in self._counts.items() if count]
         return [*facts, ("faults", ", ".join(counted) or "none")]
 
@@ -156,10 +158,26 @@ PANEL = (
     ("loss", "{:.4f}   gradient norm {:.3g}", ("learner/loss", "learner/grad_norm")),
     ("speed", "{:.0f} trained tokens/s   {:.1f} s a step", ("perf/tokens_per_second", "time/step")),
     ("staleness", "mean {:.2f}   max {:.0f}", ("staleness/mean", "staleness/max")),
+    ("off-policy", "|Δ log-prob| {:.4f}   ratio {:.3f}", ("learner/logprob_diff_mean", "learner/ratio_mean")),
     ("idle", "learner {:.1f} s   sampler {:.1f} s of a step", ("time/learner_bubble", "time/sampler_bubble")),
     ("queue", "{:.0f} in flight   {:.0f} waiting", ("queue/in_flight", "queue/queued")),
+    ("sampled", "{:.0f} tokens/s", ("perf/sampled_tokens_per_second",)),
+    ("publishing", "{:.2f} s", ("time/publish",)),
 )
 """Rows of the panel: title, format, metrics it needs."""
+
+
+def shares_and_tails(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Rows of what has one metric for each lag or env: the share of the tokens, and how long episodes took."""
+    lags = {name.removeprefix(LAG): count for name, count in metrics.items() if name.startswith(LAG)}
+    shares = "   ".join(f"{lag}: {count / (sum(lags.values()) or 1):.0%}" for lag, count in lags.items())
+    rows = [("tokens by lag", shares)] if lags else []
+    for name in sorted(name for name in metrics if name.startswith(TAIL)):
+        env = name.removeprefix(TAIL)
+        p50, p95, longest = (metrics[f"time/episode_{part}{env}"] for part in ("p50", "p95", "max"))
+        title = f"episodes of {env[1:]}" if env else "episodes took"
+        rows.append((title, f"p50 {p50:.1f} s   p95 {p95:.1f} s   longest {longest:.1f} s"))
+    return rows
 
 
 class Progress:

@@ -43,6 +43,14 @@ STEP = {
     "time/step": 8.0,
     "time/learner_bubble": 2.5,
     "time/sampler_bubble": 0.5,
+    "time/publish": 0.25,
+    "perf/sampled_tokens_per_second": 420.0,
+    "learner/logprob_diff_mean": 0.0123,
+    "learner/ratio_mean": 1.001,
+    "staleness/tokens_lag_0": 30.0,
+    "staleness/tokens_lag_1": 10.0,
+    **{f"time/episode_{part}": seconds for part, seconds in (("p50", 1.0), ("p95", 4.5), ("max", 9.0))},
+    **{f"time/episode_{part}/a/B-v0": seconds for part, seconds in (("p50", 2.0), ("p95", 5.5), ("max", 9.0))},
 }
 EPISODE = Trajectory(
     task=Task(env_id="relax_gym/GuessNumber-v0", seed=0), episode_id="0", turns=(), stop_reason=StopReason.ENV_DONE
@@ -141,6 +149,12 @@ def test_live_panel_on_a_terminal() -> None:
         "mean 0.25   max 1",
         "learner 2.5 s   sampler 0.5 s of a step",
         "2 in flight   1 waiting",
+        "420 tokens/s",
+        "0.25 s",
+        "|Δ log-prob| 0.0123   ratio 1.001",
+        "0: 75%   1: 25%",
+        "p50 1.0 s   p95 4.5 s   longest 9.0 s",
+        "episodes of a/B-v0",
         "errors 3, evaluation errors 1",
         "look at episodes: relax-gym view runs/x",
     ):
