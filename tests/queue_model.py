@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from relax_gym.rollout_queue import RolloutQueue
+from relax_gym.rollout_queue import RolloutQueue, oldest_version
 from relax_gym.types import Completion, FinishReason, Group, StopReason, Task, Trajectory, Turn
 
 T = TypeVar("T")
@@ -96,9 +96,9 @@ class World:
     def key(self) -> Hashable:
         """Equal for worlds that have the same future."""
         queue = self.queue
-        finished = tuple((slot, empty is None) for slot, empty in queue._finished.items())
+        finished = tuple((slot, one and oldest_version(one)) for slot, one in queue._finished.items())
         if queue._in_order:
-            finished = tuple(sorted(finished))
+            finished = tuple(sorted(finished, key=lambda one: one[0]))
         running = tuple(sorted(self.running.items()))
         due = tuple(sorted(queue._due.items()))
         return (
