@@ -149,9 +149,8 @@ class Display:
             for title, text, names in PANEL
             if all(name in metrics for name in names)
         ]
-        facts += shares_and_tails(metrics)
         counted = [f"{name} {count:g}" for name, count in self._counts.items() if count]
-        return [*facts, ("faults", ", ".join(counted) or "none")]
+        return [*facts, ("faults", ", ".join(counted) or "none"), *shares_and_tails(metrics)]
 
 
 PANEL = (
