@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 from torch import Tensor
 
 from relax_gym_trainers import host_state
-from relax_gym_trainers.host_state import HostState
+from relax_gym_trainers.host_state import HostState, restore
 
 SIZES = (3, 5, 4, 4, 6, 2, 8, 1, 7)
 PIECE, LARGEST = 8, 10
@@ -148,6 +148,7 @@ def test_both_directions_are_used_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_a_checkpoint_brings_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    then = wanted(2)
     with fake_gpu(monkeypatch, 0) as gpu:
         update = Update(gpu)
         assert update.host is not None
@@ -158,4 +159,24 @@ def test_what_a_checkpoint_brings_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(tensor.is_pinned() for _, *moments in update.tensors() for tensor in moments)
         update.offloaded()
         gpu.settle()
-        assert all(map(same, update.tensors(), wanted(2)))
+        assert all(map(same, update.tensors(), then))
+
+
+def test_moments_of_a_checkpoint_are_never_all_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    then = wanted(2)
+    with fake_gpu(monkeypatch, 0) as gpu:
+        update = Update(gpu)
+        update.offloaded()
+        gpu.settle()
+        saved = update.optimizer.state_dict()
+        states = {name: {key: one.clone() for key, one in state.items()} for name, state in saved["state"].items()}
+        update.optimizer.state.clear()
+        gpu.peak = gpu.floats
+        before = gpu.floats
+        restore(update.optimizer, {**saved, "state": states})
+        assert gpu.peak == before + len(SIZES)  # counts of steps
+        assert not any(tensor.is_cuda for _, *moments in update.tensors() for tensor in moments)
+        update.offloaded()
+        gpu.settle()
+        assert all(map(same, update.tensors(), then))
+        assert [group["count"] for group in update.optimizer.param_groups] == [2, 2]

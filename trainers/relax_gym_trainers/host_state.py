@@ -90,6 +90,16 @@ class HostState:
                 lane.synchronize()
 
 
+def restore(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(saved)`, but moments stay in the host memory that they are in."""
+    optimizer.load_state_dict({**saved, "state": {}})
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        for key, value in saved["state"].get(name, {}).items():
+            optimizer.state[parameter][key] = value if value.ndim else value.to(parameter.device)
+
+
 class _Visit:
     """The moments of some parameters on the device."""
 

@@ -15,7 +15,7 @@ from relax_gym.context import RunContext
 from relax_gym.errors import RunFolderError
 from relax_gym.models import language_prefix
 from relax_gym.sampler import Weights
-from relax_gym_trainers.host_state import HostState
+from relax_gym_trainers.host_state import HostState, restore
 from relax_gym_trainers.policy_learner import PolicyLearner
 from relax_gym_trainers.torch_learner import model as models
 from relax_gym_trainers.torch_learner.backend import TorchBackend
@@ -152,7 +152,7 @@ class TorchLearner(PolicyLearner):
         """
         if not (folder / STATE_FILE).is_file():
             raise RunFolderError(f"{folder} holds no {STATE_FILE}; give a checkpoint that a torch learner has written")
-        state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location=self.policy.device, weights_only=True)
+        state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         if (state["adapters"] is not None) != (self.options.lora is not None):
             raise RunFolderError(f"{folder} was trained {'with' if state['adapters'] else 'without'} learner.lora")
         if state["adapters"] is None:
@@ -161,15 +161,15 @@ class TorchLearner(PolicyLearner):
         else:
             self._load_adapters(state, folder)
         self.version = state["version"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._load_optimizer(self.optimizer, state["optimizer"])
         self._imitation = None
         if state["imitation"]:
             self._imitation = build_optimizer(self.parameters, self.options)
-            self._imitation.load_state_dict(state["imitation"])
-        if self.options.offload_optimizer:
-            self._host_state(*filter(None, (self.optimizer, self._imitation)))
+            self._load_optimizer(self._imitation, state["imitation"])
         if state["reference"]:
-            self.backend.reference.values, self._reference_moved = state["reference"], True
+            self._reference_moved = True
+            for value, saved in zip(self.backend.reference.values, state["reference"], strict=True):
+                value.copy_(saved)
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"]:
             torch.cuda.set_rng_state_all([value.cpu() for value in state["cuda_rng"]])
@@ -186,6 +186,13 @@ class TorchLearner(PolicyLearner):
     def _base_checksum(self) -> float:
         frozen = [p for p in self.policy.model.parameters() if not p.requires_grad]
         return math.fsum(parameter.sum(dtype=torch.float64).item() for parameter in frozen)
+
+    def _load_optimizer(self, optimizer: torch.optim.AdamW, saved: dict[str, Any]) -> None:
+        if self.options.offload_optimizer:
+            restore(optimizer, saved)
+            self._host_state(optimizer)
+        else:
+            optimizer.load_state_dict(saved)
 
     def _load_adapters(self, state: dict[str, Any], folder: Path) -> None:
         if not math.isclose(state["base"], self._base_checksum(), rel_tol=1e-9):
