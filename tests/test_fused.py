@@ -46,8 +46,9 @@ def test_a_compiler_begins_again_for_a_lone_row() -> None:
         return graph.forward
 
     double = torch.compile(lambda rows: rows * 2, backend=backend)
-    for number in (3, 2, 7, 1):
-        rows = torch.ones(number, 4)
-        torch._dynamo.maybe_mark_dynamic(rows, 0)
-        assert double(rows).tolist() == [[2.0] * 4] * number
+    with torch.compiler.set_stance("default"):  # a Megatron learner on a CPU has it run eagerly
+        for number in (3, 2, 7, 1):
+            rows = torch.ones(number, 4)
+            torch._dynamo.maybe_mark_dynamic(rows, 0)
+            assert double(rows).tolist() == [[2.0] * 4] * number
     assert len(graphs) == 2  # when it is one, `fused` need not look at the number
