@@ -169,7 +169,8 @@ PANEL = (
 def shares_and_tails(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Rows of what has one metric for each lag or env: the share of the tokens, and how long episodes took."""
     lags = {name.removeprefix(LAG): count for name, count in metrics.items() if name.startswith(LAG)}
-    shares = "   ".join(f"{lag}: {count / (sum(lags.values()) or 1):.0%}" for lag, count in lags.items())
+    tokens = sum(lags.values()) or 1.0
+    shares = "   ".join(f"{lag}: {count / tokens:.0%}" for lag, count in lags.items())
     rows = [("tokens by lag", shares)] if lags else []
     for name in sorted(name for name in metrics if name.startswith(TAIL)):
         env = name.removeprefix(TAIL)

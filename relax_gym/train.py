@@ -305,8 +305,8 @@ class Trainer:
         at_version = self._done % self._config.train.update_every == 0
         if not self._stopping.asked or not at_version or self._done == self._config.train.steps:
             return
-        idle = self._thread.call(int)  # a step that was left may have the learner prepare
-        await self._supervisor.wait("the learner, to end what it prepares", "learner", idle)
+        # The learner may still prepare for the step that was left.
+        await self._supervisor.wait("the learner, to end what it prepares", "learner", self._thread.finish())
         if self._saved != self._done:
             await self._save(self._done, whole=True)
         await self._call_checkpoint(self._checkpoints.finish)

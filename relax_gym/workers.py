@@ -176,6 +176,10 @@ class Worker:
         self._jobs.put(functools.partial(_run, functools.partial(function, *args), loop, future))
         return await within(timeout, future)
 
+    async def finish(self) -> None:
+        """Wait for what it was given before, also where nobody waits for that any more."""
+        await self.call(lambda: None)
+
     def post(self, job: Callable[[], None]) -> None:
         """Run a job that nobody waits for, after those that are here already. It must not raise."""
         self._jobs.put(job)

@@ -15,6 +15,9 @@ from relax_gym_trainers.reference import on_host, room_on_host, settle
 PIECE_BYTES = 1 << 30
 """Of moments that fill a piece, which ends with the parameter that does. Two pieces are on the device at a time."""
 
+TO_DEVICE, TO_HOST = 0, 1
+"""The lanes of a GPU."""
+
 Slot = tuple[dict[str, Any], str]
 """An optimizer's state of a parameter, and a key of it."""
 
@@ -114,7 +117,7 @@ class _Visit:
         slots = self._slots()
         homes = [state[name] for state, name in slots]
         self._homes = {(id(state), name): home for (state, name), home in zip(slots, homes, strict=True)}
-        self._move(0, slots, homes, [torch.empty_like(home, device=self._device) for home in homes])
+        self._move(TO_DEVICE, slots, homes, [torch.empty_like(home, device=self._device) for home in homes])
 
     def arrive(self) -> None:
         """What is computed from now on has them on the device."""
@@ -125,7 +128,7 @@ class _Visit:
         """Begin to copy them back, when what is computed until now is done."""
         slots = self._slots()
         here = [state[name] for state, name in slots]
-        self._move(1, slots, here, [self._home(slot) for slot in slots])
+        self._move(TO_HOST, slots, here, [self._home(slot) for slot in slots])
 
     def end(self) -> None:
         """Wait until they are there, and give their memory on the device back."""
@@ -141,21 +144,21 @@ class _Visit:
         known = self._homes.get((id(state), name))
         return room_on_host(state[name]) if known is None else known
 
-    def _move(self, direction: int, slots: Sequence[Slot], values: list[Tensor], places: Sequence[Tensor]) -> None:
+    def _move(self, lane: int, slots: Sequence[Slot], values: list[Tensor], places: Sequence[Tensor]) -> None:
         """Copy, and let the optimizer find the copies."""
         lanes = _lanes(self._device)
         if lanes:
-            lanes[direction].wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(lanes[direction]) if lanes else contextlib.nullcontext():
+            lanes[lane].wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(lanes[lane]) if lanes else contextlib.nullcontext():
             for (state, name), value, place in zip(slots, values, places, strict=True):
                 state[name] = place.copy_(value, non_blocking=True)
-        self._moved, self._event = values, lanes[direction].record_event() if lanes else None
+        self._moved, self._event = values, lanes[lane].record_event() if lanes else None
 
 
 @functools.cache
 def _lanes(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """To and from a GPU; a CPU needs none."""
-    return tuple(torch.cuda.Stream(device) for _ in range(2)) if device.type == "cuda" else ()  # type: ignore[no-untyped-call]
+    """`TO_DEVICE` and `TO_HOST` of a GPU, for all that move there; a CPU needs none."""
+    return tuple(torch.cuda.Stream(device) for _ in (TO_DEVICE, TO_HOST)) if device.type == "cuda" else ()  # type: ignore[no-untyped-call]
 
 
 def _pieces(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

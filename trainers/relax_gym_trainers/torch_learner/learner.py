@@ -97,11 +97,9 @@ class TorchLearner(PolicyLearner):
         optimizer = self.optimizer
         if imitation:
             optimizer = self._imitation = self._imitation or build_optimizer(self.parameters, self.options)
-        with self._host_state(optimizer).on_device() if self.options.offload_optimizer else contextlib.nullcontext():
+        offloaded = HostState([optimizer], [self.policy.model]) if self.options.offload_optimizer else None
+        with contextlib.nullcontext() if offloaded is None else offloaded.on_device():
             return apply_gradient(optimizer, lr=lr, clip=self.options.grad_clip, step=self.version + 1)
-
-    def _host_state(self, *optimizers: torch.optim.AdamW) -> HostState:
-        return HostState(optimizers, [self.policy.model])
 
     def leave_warmup(self) -> None:
         """See `PolicyLearner.leave_warmup`. The reference is the model after the warm-up."""
@@ -190,7 +188,6 @@ class TorchLearner(PolicyLearner):
     def _load_optimizer(self, optimizer: torch.optim.AdamW, saved: dict[str, Any]) -> None:
         if self.options.offload_optimizer:
             restore(optimizer, saved)
-            self._host_state(optimizer)
         else:
             optimizer.load_state_dict(saved)
 
