@@ -135,7 +135,7 @@ def flat(model):
 
 
 def weights(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.weights()}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in trainer.weights()}
 
 
 def gradient(trainer, batch, *, old=None, reference=None, budget=10_000, share=True, skip=True):
