@@ -24,6 +24,7 @@ from megatron_learner_kit import (
     rank_learner,
 )
 
+from relax_gym.errors import TrainingError
 from relax_gym.types import Batch, TrainingSample
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank_service import Place
@@ -222,6 +223,55 @@ def test_k16_k18_k20_values_at_masked_positions_reach_nothing(expected: Expected
     ]
     for case, found in zip(clean, by_megatron(Layout(cp=2), folders["dense"], cases), strict=True):
         assert_same(found, expected("dense", case))
+
+
+# What is not finite ---------------------------------------------------------------------------------------------------
+
+TWO = Case(algorithm={"name": "sapo"}, steps=batches(2))  # which gives every token a gradient
+
+
+def with_advantage(batch: Batch, advantage: float) -> Batch:
+    """One trained token of one sample has this advantage."""
+    sample = batch.samples[-1]
+    advantages = sample.advantages.copy()
+    advantages[sample.loss_mask.argmax()] = advantage
+    return dataclasses.replace(batch, samples=[*batch.samples[:-1], dataclasses.replace(sample, advantages=advantages)])
+
+
+def refusals(layout: Layout, place: Place, folder: Path) -> list[tuple[list[str], Outcome]]:
+    """What is said of two broken batches between two steps, and these; with either optimizer."""
+    found = []
+    for number, distributed in enumerate((False, True)):
+        case = dataclasses.replace(TWO, options={"distributed_optimizer": distributed})
+        trainer, said = rank_learner(layout, place, number, folder, case), []
+        metrics = [trainer.step(case.steps[0])]
+        for advantage in (np.inf, 1e30):
+            with pytest.raises(TrainingError) as error:
+                trainer.step(with_advantage(case.steps[1], advantage))
+            said.append(str(error.value))
+        metrics.append(trainer.step(case.steps[1]))
+        found.append((said, Outcome(metrics, weights(trainer))))
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", Layout(dp=2)),
+        pytest.param("dense", Layout(tp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param("experts", Layout(tp=2, ep=2, etp=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_on_one_rank_is_refused_by_all_and_changes_nothing(
+    expected: Expected, folders: Folders, model: str, layout: Layout
+) -> None:
+    for rank in on_ranks(layout, refusals, folders[model]):
+        for (loss, norm), found in rank:
+            assert loss.startswith("the loss of step 2 is -inf; the weights are as they were")
+            assert norm.startswith("the gradient norm of step 2 is inf; the weights are as they were")
+            assert_same(found, expected(model, TWO))
 
 
 # bfloat16 -------------------------------------------------------------------------------------------------------------
