@@ -90,10 +90,12 @@ def cases(models: dict[str, str]) -> dict[str, Case]:
     both = {ENV: models["t1"], OTHER: models["larger"]}
     mixed = {"rl_weight": 0.5, "opd_weight": 2.0, "entropy_coef": 0.01}
     return {
-        "whole": Case(algorithm=opd(both, **mixed, kl_coef=0.1), steps=routed(batches(3))),
-        "top": Case(algorithm=opd(both, **mixed, top_k=4, form="jsd", jsd_alpha=0.3), steps=routed(batches(3))),
+        "whole": Case(algorithm=opd(both, **mixed, kl_coef=0.1), steps=routed(batches(3)), temperature=0.7),
+        "top": Case(
+            algorithm=opd(both, **mixed, top_k=4, form="jsd", jsd_alpha=0.3), steps=routed(batches(3)), temperature=1.4
+        ),
         "forward": Case(algorithm=opd(models["t2"], form="forward"), options={"updates_per_step": 2, "epochs": 2}),
-        "reward": Case(algorithm=opd(models["t1"], level="reward", rl_weight=0.5), steps=batches(2)),
+        "reward": Case(algorithm=opd(models["t1"], level="reward", rl_weight=0.5), steps=batches(2), temperature=0.7),
     }
 
 
