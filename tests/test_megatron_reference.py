@@ -13,6 +13,7 @@ from learner_cases import context, save_model
 from megatron_learner_kit import TINY, Case, batches, on_ranks, outcome, rank_learner, without_times
 from transformers import Qwen3Config
 
+from relax_gym_trainers import reference
 from relax_gym_trainers.megatron_learner.distillation import RankTeacher
 from relax_gym_trainers.megatron_learner.parallel import Layout
 from relax_gym_trainers.megatron_learner.rank_service import Place
@@ -74,12 +75,17 @@ def offloading(layout: Layout, place: Place, models: dict[str, str], case: Case)
     found = []
     for number, offload in enumerate((False, True)):
         case = dataclasses.replace(case, options={"offload_reference": offload})
-        trainer = rank_learner(layout, place, number, Path(models["student"]), case)
+        copied: list[torch.Tensor] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "on_host", lambda tensor, copied=copied: copied.append(tensor) or tensor.clone())
+            trainer = rank_learner(layout, place, number, Path(models["student"]), case)
+        (teacher,) = trainer.objectives[0].distiller._teachers.values()
+        frozen = [*parameters_of(trainer.backend), *parameters_of(teacher.backend)]
+        assert len(copied) == (len(frozen) if offload else 0)
         result = outcome(trainer, case)
         assert all(in_buffers(trainer.backend)), "a parameter has left the buffers of its data parallelism"
-        frozen = {value.data_ptr() for value in trainer.backend.reference.values}
-        assert frozen.isdisjoint(parameter.data_ptr() for parameter in parameters_of(trainer.backend))
-        (teacher,) = trainer.objectives[0].distiller._teachers.values()
+        kept = {value.data_ptr() for value in trainer.backend.reference.values}
+        assert kept.isdisjoint(parameter.data_ptr() for parameter in parameters_of(trainer.backend))
         assert isinstance(teacher, RankTeacher)
         values = [value.data_ptr() for value in teacher.backend.reference.values]
         assert values == ([p.data_ptr() for p in parameters_of(teacher.backend)] if offload else [])
