@@ -180,11 +180,20 @@ FEW = {
 }
 
 
-def test_k25_ranks_with_few_samples_or_none_do_as_one_rank_does(expected: Expected, folders: Folders) -> None:
-    for (name, case), found in zip(
-        FEW.items(), by_megatron(Layout(dp=2), folders["dense"], list(FEW.values())), strict=True
-    ):
-        apart = {key: value for key, value in gap(found, expected("dense", case)).items() if value > TOLERANCE}
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", Layout(dp=2)),
+        pytest.param("dense", Layout(pp=2, dp=2), marks=pytest.mark.slow),
+        pytest.param("experts", Layout(dp=2, ep=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_k25_ranks_with_few_samples_or_none_do_as_one_rank_does(
+    expected: Expected, folders: Folders, model: str, layout: Layout
+) -> None:
+    for (name, case), found in zip(FEW.items(), by_megatron(layout, folders[model], list(FEW.values())), strict=True):
+        apart = {key: value for key, value in gap(found, expected(model, case)).items() if value > TOLERANCE}
         assert apart == {}, name
 
 
