@@ -92,6 +92,8 @@ FIVE = Case(steps=batches(5))
         ("experts", Layout(dp=2, etp=2)),
         ("experts", Layout(tp=2, ep=2, etp=1)),
         ("experts", Layout(tp=2, dp=2, ep=2, etp=2)),
+        ("experts", Layout(pp=2, dp=2, ep=2)),
+        ("experts", Layout(tp=2, pp=2)),
     ],
     ids=str,
 )
