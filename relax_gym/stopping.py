@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT: the first lets a run save what it has and end, a second ends the process at once.
 
 Not so in a process that a launcher has started: the scheduler and the launcher may both say SIGTERM, and the launcher
-kills what does not end.
+kills what does not end. It also says SIGTERM when another process has died, while this one closes what it has and says
+which: from the run's start to the end of the process, that does not end it.
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """During the block, signals ask. Only in the main thread; others get none. What is ignored stays so."""
+        """During the block, signals ask. Only in the main thread; others get none. What is ignored stays so.
+
+        A launched process ignores them afterwards.
+        """
+        alone = launched_rank() is None
         # signal.SIG_DFL needs no event loop that goes on, nor Python
-        second = signal.SIG_DFL if launched_rank() is None else signal.SIG_IGN
+        second = signal.SIG_DFL if alone else signal.SIG_IGN
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -64,7 +69,7 @@ class Stopping:
             yield
         finally:
             for number in heard:
-                signal.signal(number, before[number])
+                signal.signal(number, before[number] if alone else second)
 
     async def unless_asked(self, awaitable: Awaitable[T]) -> T:
         """Await something that can be left. What has ended nevertheless counts.

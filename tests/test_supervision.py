@@ -317,6 +317,27 @@ def test_a_signal_ends_the_run_after_a_checkpoint(
     assert diagnose(tmp_path / "run").state == "stopped"
 
 
+@pytest.mark.parametrize(("launched", "ends"), [("1", True), ("2", False)])
+def test_a_launcher_may_ask_a_run_to_end_that_is_saying_why_it_does(
+    launched: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        with Stopping().listening():
+            pass
+
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        asyncio.run(main())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM] * ends
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_signal_does_not_wait_for_rollouts(tmp_path: Path) -> None:
     loop = trainer(tmp_path, half_a, env=[{"id": "test/Silent-v0"}])
 
