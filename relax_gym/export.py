@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from relax_gym.config import RunConfig, read_toml, validate
@@ -46,7 +48,8 @@ def export(checkpoint: Path, folder: Path) -> bool:
     checkpoint was not one already.
 
     Raises:
-        RunFolderError: the folder exists, or the checkpoint holds no weights that its run's learner can read.
+        RunFolderError: the folder exists, or the checkpoint holds no weights that its run's learner can read, or is
+            removed by its run meanwhile.
         ModelError: the checkpoint is broken.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -56,18 +59,33 @@ def export(checkpoint: Path, folder: Path) -> bool:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        for file in checkpoint.iterdir():
-            if file.is_file() and file.name != SLOTS_FILE and (file.suffix in COPIED or file.name == SPEAKERS):
-                shutil.copyfile(file, partial / file.name)
-        if made:
-            _make(checkpoint, partial)
-        check_model(partial)
+        with _kept(checkpoint):
+            for file in checkpoint.iterdir():
+                if file.is_file() and file.name != SLOTS_FILE and (file.suffix in COPIED or file.name == SPEAKERS):
+                    shutil.copyfile(file, partial / file.name)
+            if made:
+                _make(checkpoint, partial)
+            check_model(partial)
         os.replace(partial, folder)
     except OSError as error:
         raise RunFolderError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return made
+
+
+@contextmanager
+def _kept(checkpoint: Path) -> Iterator[None]:
+    """Raise RunFolderError, and nothing else, where a run has removed the checkpoint when the block ends: files that
+    were gone may have been passed over."""
+    try:
+        yield
+    finally:
+        if not checkpoint.is_dir():
+            raise RunFolderError(
+                f"{checkpoint} has been removed meanwhile: its run keeps only its newest checkpoints; export one of "
+                "these, or have it keep more (checkpoint.keep)"
+            )
 
 
 def _make(checkpoint: Path, folder: Path) -> None:

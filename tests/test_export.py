@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,26 @@ def test_a_checkpoint_without_a_model_is_made_one(
     assert all(found[name].dtype == getattr(torch, dtype) for name in found)
     assert all(torch.equal(found[name], wanted[name]) for name in found)
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("removed_at", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_exported_in_part(
+    removed_at: str, capsys: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, copy = tmp_path / "step-000001", shutil.copyfile
+    shutil.copytree(model, folder)
+    context(model).tokenizer.save_pretrained(folder)
+
+    def copy_and_remove(source: Path, target: Path) -> None:
+        copy(source, target)
+        if source.name == removed_at:
+            shutil.rmtree(folder)
+
+    monkeypatch.setattr(shutil, "copyfile", copy_and_remove)
+    code, _, err = run(capsys, "export", folder, tmp_path / "out")
+    assert code == 1
+    assert f"{folder} has been removed meanwhile: its run keeps only its newest checkpoints" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_exported_is_said(capsys: Any, model: Path, tmp_path: Path) -> None:
