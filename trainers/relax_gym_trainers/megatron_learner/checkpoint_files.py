@@ -107,7 +107,10 @@ class Stored:
             path = folder / file
             have = path.stat().st_size if path.is_file() else "no"
             if have != size:
-                raise RunFolderError(f"{path} has {have} bytes, not {size}; take another checkpoint")
+                raise RunFolderError(
+                    f"{path} has {have} bytes, not {size}; take another checkpoint: a run resumes from the one before "
+                    "when its newest is deleted"
+                )
 
     def check(self, region: Region, *, padded: bool) -> None:
         """Whether `read` can give it. `padded`: the whole may have been of another size.
