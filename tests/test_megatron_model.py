@@ -174,6 +174,15 @@ def test_scaled_rotary_positions_are_those_of_transformers(tmp_path: Path, param
     compare((tmp_path, *megatron_models.reference(tmp_path)), Layout())
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+def test_the_padding_token_learns_nothing_where_it_is_read(tmp_path: Path, layout: Layout) -> None:
+    """It may be a token of meaning: that of SmolLM 2 ends turns."""
+    token = int(megatron_models.row(0, 2)[0])  # of the second rank
+    config = transformers.LlamaConfig(**megatron_models.DENSE, pad_token_id=token, tie_word_embeddings=True)
+    megatron_models.write(config, tmp_path)
+    compare((tmp_path, *megatron_models.reference(tmp_path)), layout)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from relax_gym.errors import ModelError
 from relax_gym_trainers.megatron_learner import compat, hf
 from relax_gym_trainers.megatron_learner.families import family_of
-from relax_gym_trainers.megatron_learner.families.base import head_size, rotary
+from relax_gym_trainers.megatron_learner.families.base import head_size, padding_token, rotary
 from relax_gym_trainers.megatron_learner.modules.adapters import AdaptedColumn, AdaptedRow
 from relax_gym_trainers.megatron_learner.modules.attention import CoreAttention
 from relax_gym_trainers.megatron_learner.modules.experts import submodules_of, use_grouped
@@ -45,9 +45,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 class LanguageModel(GPTModel):  # type: ignore[misc]
     """A chunk of a model that takes packed rows; the last one gives hidden states instead of logits."""
 
-    def __init__(self, *args: Any, frequencies: Tensor, axes: Tensor | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, frequencies: Tensor, axes: Tensor | None = None, padding: int | None = None, **options: Any
+    ) -> None:
+        """`padding` is the token whose embedding learns nothing from where it is read, if there is one."""
         super().__init__(*args, position_embedding_type="none", **options)
-        self.frequencies, self.axes = frequencies, axes
+        self.frequencies, self.axes, self.padding = frequencies, axes, padding
         self.towers: Towers | None = None
 
     def forward(
@@ -66,27 +69,29 @@ class LanguageModel(GPTModel):  # type: ignore[misc]
             rank, each of which gives their whole gradient back. Before it, what the next stage takes.
         """
         keep_angles(packed_seq_params, position_ids, self.frequencies, self.config.params_dtype, self.axes)
-        seen = None
-        if media is not None and self.pre_process:
-            seen = self._see(input_ids, media, packed_seq_params)
+        seen = self._see(input_ids, media, packed_seq_params) if self.pre_process else None
         out: Tensor = super().forward(
             input_ids, position_ids, None, decoder_input=seen, packed_seq_params=packed_seq_params
         )
         return out
 
-    def _see(self, input_ids: Tensor, media: MediaInputs, packed_seq_params: Any) -> Tensor:
+    def _see(self, input_ids: Tensor, media: MediaInputs | None, packed_seq_params: Any) -> Tensor:
         """What goes into the first layer, [t, 1, hidden], or under sequence parallelism this rank's run of it."""
-        assert self.towers is not None
-        hidden = self.embedding(input_ids=input_ids, position_ids=None)
+        hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)
         first = self.pg_collection.tp.rank() * len(hidden) if self.config.sequence_parallel else 0
+        if self.padding is not None:
+            pads = input_ids[0, first : first + len(hidden), None, None] == self.padding
+            hidden = torch.where(pads, hidden.detach(), hidden)
+        if media is None:
+            return hidden
+        assert self.towers is not None
         rows, which = media.within(first, len(hidden))
         features, deep = self.towers(media)
         hidden = hidden.index_copy(0, rows, features[which, None].to(hidden))
         if deep:
             packed_seq_params.deep_stack = DeepStack(rows, torch.stack(deep)[:, which])
             hidden = packed_seq_params.deep_stack.begin(hidden)
-        seen: Tensor = hidden
-        return seen
+        return hidden
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         if not self.post_process:
@@ -200,6 +205,7 @@ def build(
             post_process=parallel_state.is_pipeline_last_stage(**place),
             frequencies=frequencies.to(device),
             axes=None if axes is None else axes.to(device),
+            padding=padding_token(config),
             **({"vp_stage": number} if layout.vpp > 1 else {}),
         )
         mark_shards(chunk)

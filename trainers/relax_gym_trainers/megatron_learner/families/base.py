@@ -180,6 +180,12 @@ def sizes(config: PretrainedConfig) -> Sizes:
     return Sizes(config.num_attention_heads, config.num_key_value_heads, head_size(config), config.vocab_size)
 
 
+def padding_token(config: PretrainedConfig) -> int | None:
+    """The token whose embedding `transformers` gives no gradient where it is read; counted from the end if negative."""
+    token, size = getattr(config, "pad_token_id", None), config.vocab_size
+    return None if token is None or token >= size else int(token % size)
+
+
 def rotary(config: PretrainedConfig) -> tuple[Tensor, float]:
     """Inverse frequencies [head / 2] and what cosines and sines are multiplied by, as `transformers` computes them.
 
