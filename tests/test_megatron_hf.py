@@ -243,6 +243,28 @@ def test_weights_that_are_not_those_of_the_config_are_refused(
     assert message in changed(folders["qwen2"], tmp_path / "changed", change)
 
 
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].clone()}), "loaded"),
+        (lambda tensors: tensors.update({HEAD: -tensors[EMBEDDINGS]}), "set tie_word_embeddings to false there"),
+        (
+            lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS][:-1].clone()}),
+            f"has {HEAD} apart from {EMBEDDINGS}",
+        ),
+    ],
+    ids=["same", "other", "short"],
+)
+def test_a_head_that_the_config_ties_must_be_the_embeddings(
+    folders: dict[str, Path], tmp_path: Path, change: Any, message: str
+) -> None:
+    """`transformers` would keep another one apart."""
+    assert message in changed(folders["qwen3_tied"], tmp_path / "changed", change)
+
+
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no model.safetensors; the Megatron learner reads safetensors only"):
         Checkpoint(tmp_path)

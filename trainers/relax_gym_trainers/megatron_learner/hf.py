@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surpl
         surplus: Rows of the vocabulary that the folder has beyond `config.vocab_size`; they are left out.
 
     Raises:
-        ModelError: a tensor is missing, has another size than the config says, or is none that the family knows.
+        ModelError: a tensor is missing, has another size than the config says, or is none that the family knows; or
+            the config ties a head that the folder has apart.
     """
     checkpoint, family = known_tensors(folder, config), family_of(config)
     for name, parameter, place in (found for chunk in chunks for found in places(chunk, config)):
@@ -137,7 +139,15 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surpl
                 f"{folder}: {', '.join(names)} of shape {shapes} do not fill {name}, {want} numbers in all; is "
                 "config.json the one of these weights?"
             )
-        parameter.copy_(place.rule.form.cut(whole, parameter.shape, group.rank(), sizes(config)))
+        cut = partial(place.rule.form.cut, shape=parameter.shape, rank=group.rank(), sizes=sizes(config))
+        parameter.copy_(cut(whole))
+        (head,) = OUTPUT.hub
+        doubled = place.rule is family.embedding and config.tie_word_embeddings and head in checkpoint.files
+        if doubled and not torch.equal(cut([checkpoint[head]]).float(), cut(whole).float()):
+            raise ModelError(
+                f"{folder} has {head} apart from {names[0]}, but config.json ties them; set tie_word_embeddings to "
+                "false there, or remove the one that is not meant"
+            )
 
 
 @dataclass(frozen=True, slots=True)
