@@ -265,6 +265,14 @@ def test_a_head_that_the_config_ties_must_be_the_embeddings(
     assert message in changed(folders["qwen3_tied"], tmp_path / "changed", change)
 
 
+def test_a_whole_file_is_read_though_an_older_index_is_beside_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["qwen2"], tmp_path, dirs_exist_ok=True)
+    save_file({name: tensor + 1 for name, tensor in saved(tmp_path).items()}, tmp_path / WEIGHTS, {"format": "pt"})
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint[name][...], tensor) for name, tensor in loaded.state_dict().items())
+
+
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no model.safetensors; the Megatron learner reads safetensors only"):
         Checkpoint(tmp_path)

@@ -29,7 +29,8 @@ class Checkpoint:
         """
         self.folder, self._prefix = folder, prefix
         self._files: dict[str, Any] = {}
-        if (folder / WEIGHTS_INDEX).is_file():
+        # As `transformers`, which passes over an index that was left beside a whole file.
+        if (folder / WEIGHTS_INDEX).is_file() and not (folder / WEIGHTS).is_file():
             files: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
         else:
             files = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
