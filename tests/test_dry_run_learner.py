@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -128,6 +129,20 @@ def test_a_learner_that_the_model_is_not_for(capsys: Any, tmp_path: Path, folder
     dry, started = errors(capsys, tmp_path, folders[model], f"learner={{ {learner} }}")
     assert dry == started
     assert dry.startswith(f"error: {message}")
+
+
+def test_code_of_a_folder_is_not_passed_over(folders: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+    """The torch learner and the samplers would run it."""
+    coded = Path(shutil.copytree(folders["dense"], tmp_path / "coded"))
+    config = json.loads((coded / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling.Other"}
+    (coded / "config.json").write_text(json.dumps(config))
+    (coded / "modeling.py").write_text(
+        "from transformers import Qwen3ForCausalLM\n\nclass Other(Qwen3ForCausalLM): ...\n"
+    )
+    dry, started = errors(capsys, tmp_path, coded, "learner.name=megatron", "model.trust_remote_code=true")
+    assert dry == started
+    assert "config.json has code of its own in auto_map, but the Megatron learner trains qwen3 models as" in dry
 
 
 def test_megatron_is_missing(

@@ -8,7 +8,7 @@ from relax_gym.context import RunContext
 from relax_gym.launch import launched_rank
 from relax_gym_trainers.megatron_learner import hf, lora
 from relax_gym_trainers.megatron_learner.distillation import check_teacher
-from relax_gym_trainers.megatron_learner.model import check_layout
+from relax_gym_trainers.megatron_learner.model import check_code, check_layout
 from relax_gym_trainers.megatron_learner.options import MegatronLearnerOptions
 from relax_gym_trainers.megatron_learner.rank import layout_of
 from relax_gym_trainers.megatron_learner.rank_processes import check_launched
@@ -26,6 +26,7 @@ def check_model(context: RunContext, options: MegatronLearnerOptions) -> None:
     elif options.launcher == "ray":
         import_ray()
     whole = load_settings(context.model_path, trust_remote_code=False)
+    check_code(whole, trusted=context.config.model.trust_remote_code)
     config = text_config(whole)
     check_layout(config, whole, layout)
     hf.known_tensors(context.model_path, config)

@@ -305,6 +305,7 @@ def check_teacher(folder: Path, context: RunContext, layout: Layout, rows: int) 
     config = text_config(whole)
     surplus = surplus_rows(folder, config, rows=rows, used=len(context.tokenizer))
     with _laid_out(folder):
+        model.check_code(whole, trusted=trust)
         model.check_layout(config, whole, _layout_of(config, layout))
         hf.known_tensors(folder, config)
     return surplus

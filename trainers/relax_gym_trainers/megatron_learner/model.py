@@ -173,6 +173,15 @@ def check_layout(config: PretrainedConfig, whole: PretrainedConfig, layout: Layo
         check_deep_stack(whole, config.num_hidden_layers // (layout.pp * layout.vpp))
 
 
+def check_code(whole: PretrainedConfig, *, trusted: bool) -> None:
+    """Raises ModelError where `transformers` would run code of a model's folder, which may compute something else."""
+    if trusted and any(name.startswith("AutoModel") for name in getattr(whole, "auto_map", None) or ()):
+        raise ModelError(
+            "model.trust_remote_code = true, and config.json has code of its own in auto_map, but the Megatron learner "
+            f"trains {whole.model_type} models as transformers has them; set it to false or use the torch learner"
+        )
+
+
 def build(
     config: PretrainedConfig,
     layout: Layout,
