@@ -189,6 +189,10 @@ def test_the_padding_token_learns_nothing_where_it_is_read(tmp_path: Path, layou
         (transformers.GPT2Config(), "no family for model_type 'gpt2'; families: llama, mistral, .*; use the torch"),
         (transformers.LlamaConfig(attention_bias=True), "attention_bias = True, .* llama models only with False"),
         (transformers.MistralConfig(), "sliding_window = 4096, .* only with None"),
+        (
+            transformers.Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True),
+            "num_experts_per_tok = 1, .* 2 or more",
+        ),
         (transformers.Qwen3MoeConfig(mlp_only_layers=[0]), r"mlp_only_layers = \[0\], .* only with \[\]"),
         (
             transformers.Qwen3Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),

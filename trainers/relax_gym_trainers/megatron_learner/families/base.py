@@ -79,6 +79,7 @@ class Family:
                     f"only with {value!r}; use the torch learner"
                 )
         rotary(config)
+        self.options(config)
         sections = config.rope_parameters.get("mrope_section")
         if (sections is None) != (self.interleaved is None):
             raise ModelError(
@@ -207,7 +208,16 @@ def rotary(config: PretrainedConfig) -> tuple[Tensor, float]:
 
 
 def mixture(config: PretrainedConfig, *, normalised: bool) -> dict[str, Any]:
-    """Options of a mixture of experts; `normalised` says whether the chosen experts' weights sum to 1."""
+    """Options of a mixture of experts; `normalised` says whether the chosen experts' weights sum to 1.
+
+    Raises:
+        ModelError: a sum of one weight, which Megatron's router does not have.
+    """
+    if normalised and config.num_experts_per_tok == 1:
+        raise ModelError(
+            "config.json has num_experts_per_tok = 1, whose weight is always 1, but the Megatron learner trains "
+            f"{config.model_type} models with normalised weights only with 2 or more; use the torch learner"
+        )
     return {
         "num_moe_experts": number_of_experts(config),
         "moe_router_topk": config.num_experts_per_tok,
