@@ -21,6 +21,10 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+def _pass_over(number: int, frame: FrameType | None) -> None:
+    """Unlike signal.SIG_IGN, not for the processes that this one starts, nor for a run that follows in it."""
+
+
 class LeftUndone(Exception):
     """What was awaited has been cancelled because the run is to stop."""
 
@@ -46,11 +50,11 @@ class Stopping:
     def listening(self) -> Iterator[None]:
         """During the block, signals ask. Only in the main thread; others get none. What is ignored stays so.
 
-        A launched process ignores them afterwards.
+        A launched process ignores them afterwards, until it listens again.
         """
         alone = launched_rank() is None
         # signal.SIG_DFL needs no event loop that goes on, nor Python
-        second = signal.SIG_DFL if alone else signal.SIG_IGN
+        second = signal.SIG_DFL if alone else _pass_over
         if threading.current_thread() is not threading.main_thread():
             yield
             return

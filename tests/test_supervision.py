@@ -321,18 +321,22 @@ def test_a_signal_ends_the_run_after_a_checkpoint(
 def test_a_launcher_may_ask_a_run_to_end_that_is_saying_why_it_does(
     launched: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        with Stopping().listening():
-            pass
+    async def main(stopping: Stopping, *, asked: bool = False) -> None:
+        with stopping.listening():
+            if asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+                with pytest.raises(LeftUndone):
+                    await stopping.unless_asked(asyncio.sleep(10))
 
     monkeypatch.setenv("WORLD_SIZE", launched)
     heard: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        asyncio.run(main())
+        asyncio.run(main(Stopping()))
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM] * ends
+        asyncio.run(asyncio.wait_for(main(Stopping(), asked=True), 10))  # a run that follows hears it again
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
