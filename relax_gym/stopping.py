@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:
-    """Unlike signal.SIG_IGN, not for the processes that this one starts, nor for a run that follows in it."""
+    """Ignore it. Unlike with signal.SIG_IGN, processes that this one starts do not, and a run that follows listens."""
 
 
 class LeftUndone(Exception):

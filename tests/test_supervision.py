@@ -22,7 +22,6 @@ from relax_gym.lines import read_lines
 from relax_gym.run_folder import list_checkpoints
 from relax_gym.sampler import Session, Weights
 from relax_gym.scoring import WeightedReward
-from relax_gym.stopping import LeftUndone, Stopping
 from relax_gym.supervision import BLOCKED_EXIT_CODE
 from relax_gym.testing import RecordingLearner, ScriptedSampler
 from relax_gym.types import Batch, TrainingSample, Trajectory
@@ -261,30 +260,6 @@ def test_to_wait_for_a_thread_is_not_to_hang(what: str, tmp_path: Path) -> None:
     assert limits_seen == {None, 0.5}
 
 
-def test_k109_whatever_is_cancelled_but_the_run_is_not_swallowed() -> None:
-    async def main() -> None:
-        stopping = Stopping()
-        waiting = asyncio.ensure_future(stopping.unless_asked(asyncio.Event().wait()))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-        stopping.ask()
-        with pytest.raises(LeftUndone):
-            await stopping.unless_asked(asyncio.Event().wait())
-
-        async def done() -> int:
-            return 1
-
-        task = asyncio.ensure_future(done())
-        await task
-        assert await stopping.unless_asked(task) == 1
-
-    asyncio.run(main())
-
-
 # Signals -------------------------------------------------------------------------------------------------------------
 
 
@@ -315,31 +290,6 @@ def test_a_signal_ends_the_run_after_a_checkpoint(
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, saved + 1))
     assert signal.getsignal(number) == before
     assert diagnose(tmp_path / "run").state == "stopped"
-
-
-@pytest.mark.parametrize(("launched", "ends"), [("1", True), ("2", False)])
-def test_a_launcher_may_ask_a_run_to_end_that_is_saying_why_it_does(
-    launched: str, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main(stopping: Stopping, *, asked: bool = False) -> None:
-        with stopping.listening():
-            if asked:
-                os.kill(os.getpid(), signal.SIGTERM)
-                with pytest.raises(LeftUndone):
-                    await stopping.unless_asked(asyncio.sleep(10))
-
-    monkeypatch.setenv("WORLD_SIZE", launched)
-    heard: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        asyncio.run(main(Stopping()))
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [signal.SIGTERM] * ends
-        asyncio.run(asyncio.wait_for(main(Stopping(), asked=True), 10))  # a run that follows hears it again
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def test_a_signal_does_not_wait_for_rollouts(tmp_path: Path) -> None:

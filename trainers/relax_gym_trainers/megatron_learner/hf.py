@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +125,7 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surpl
             the config ties a head that the folder has apart.
     """
     checkpoint, family = known_tensors(folder, config), family_of(config)
+    _check_tied(checkpoint, config)
     for name, parameter, place in (found for chunk in chunks for found in places(chunk, config)):
         tied = place.rule is OUTPUT and config.tie_word_embeddings
         names = family.embedding.hub if tied else place.hub
@@ -139,15 +139,20 @@ def load(chunks: Sequence[Any], folder: Path, config: PretrainedConfig, *, surpl
                 f"{folder}: {', '.join(names)} of shape {shapes} do not fill {name}, {want} numbers in all; is "
                 "config.json the one of these weights?"
             )
-        cut = partial(place.rule.form.cut, shape=parameter.shape, rank=group.rank(), sizes=sizes(config))
-        parameter.copy_(cut(whole))
-        (head,) = OUTPUT.hub
-        doubled = place.rule is family.embedding and config.tie_word_embeddings and head in checkpoint.files
-        if doubled and not torch.equal(cut([checkpoint[head]]).float(), cut(whole).float()):
-            raise ModelError(
-                f"{folder} has {head} apart from {names[0]}, but config.json ties them; set tie_word_embeddings to "
-                "false there, or remove the one that is not meant"
-            )
+        parameter.copy_(place.rule.form.cut(whole, parameter.shape, group.rank(), sizes(config)))
+
+
+def _check_tied(checkpoint: Checkpoint, config: PretrainedConfig) -> None:
+    """Raises ModelError where the config ties a head that the folder has apart, as `transformers` would keep it."""
+    (head,), (embedding,) = OUTPUT.hub, family_of(config).embedding.hub
+    if not config.tie_word_embeddings or head not in checkpoint.files:
+        return
+    one, two = checkpoint[head][...], checkpoint[embedding][...]
+    if one.dtype != two.dtype or not torch.equal(one, two):
+        raise ModelError(
+            f"{checkpoint.folder} has {head} apart from {embedding}, but config.json ties them; set "
+            "tie_word_embeddings to false there, or remove the one that is not meant"
+        )
 
 
 @dataclass(frozen=True, slots=True)
